@@ -1,0 +1,1 @@
+"""Engine, Stream and the life cycle of a request."""

@@ -1,0 +1,1 @@
+"""The microkernel: lanes, cohorts, step coroutines, instruments. Standard library only."""

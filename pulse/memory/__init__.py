@@ -1,0 +1,1 @@
+"""Request-level bookkeeping: byte sizes and tiers."""

@@ -1,0 +1,21 @@
+"""Test doubles that are part of the product: a model, a cache and tiers without tensors."""
+
+from __future__ import annotations
+
+from pulse.testing.null import (
+    NullCache,
+    NullExecutor,
+    NullPolicy,
+    NullStore,
+    NullTransfer,
+    null_reference,
+)
+
+__all__ = [
+    "NullCache",
+    "NullExecutor",
+    "NullPolicy",
+    "NullStore",
+    "NullTransfer",
+    "null_reference",
+]
