@@ -88,3 +88,8 @@ def pulse_admission_rules() -> list[Plugin]:  # type: ignore[empty-body]
 @hookspec
 def pulse_arbiters() -> list[Plugin]:  # type: ignore[empty-body]
     """Compute-lane arbiters: `Build.argument` is given."""
+
+
+@hookspec
+def pulse_diagnostics() -> list[tuple[str, bool, str]]:  # type: ignore[empty-body]
+    """Checks for ``pulse doctor``: what was checked, whether it works, what that means or fixes."""

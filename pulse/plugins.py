@@ -67,6 +67,16 @@ class Plugins:
         found = [item for kind in KINDS for item in self._of_kind(kind)]
         return sorted(found, key=lambda item: (item.kind, item.plugin.name))
 
+    def diagnose(self) -> list[tuple[str, bool, str]]:
+        """What the plugins say of this machine: name, whether it works, text."""
+        rows: list[tuple[str, bool, str]] = []
+        for implementation in self._manager.hook.pulse_diagnostics.get_hookimpls():
+            try:
+                rows.extend(implementation.function())
+            except Exception as error:
+                rows.append((implementation.plugin_name, False, f"{type(error).__name__}: {error}"))
+        return rows
+
     def check(self, kind: str, choice: Any) -> Plugin | None:
         """The plugin that `choice` names, or None when it is an object already.
 

@@ -54,6 +54,7 @@ class Tokenizer(Protocol):
     """Text to token ids and back. Runs on the loop for short texts, on compute for prompts."""
 
     stop_ids: frozenset[int]
+    has_chat_template: bool
 
     def encode(self, prompt: str | Sequence[dict[str, str]], *, chat: bool) -> list[int]:
         """Token ids of a text, or of chat messages through the model's chat template.
@@ -87,6 +88,7 @@ class BlockStore(Protocol):
     peak_bytes: int
     slots: int
     planes: int
+    units: int
     unit_bytes: int
 
     def allocate(self, count: int) -> Any:
@@ -257,7 +259,8 @@ class KVCache(Protocol):
         """Prefill of an offloaded sequence: pieces of the prefix to stream, in order.
 
         Consecutive pieces land in different slots, so a piece may be recalled while the one
-        before it is attended to; not more than one ahead.
+        before it is attended to; not more than one ahead. They may land in slots of later
+        layers: the write-backs of the chunk before have ended.
         """
 
     def digest(self, state: Any, layer: int, piece: Any) -> None:

@@ -176,6 +176,8 @@ class SamplingParams:
     stop: strings that end the request; they are not part of its text.
     seed: draws are reproducible per request when given.
     ignore_eos: go on past the model's end-of-sequence token.
+    forced: token ids taken in place of the first draws (teacher forcing); they count as generated,
+        with their own log-probabilities.
     """
 
     max_tokens: int | None = 128
@@ -187,6 +189,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    forced: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         def bad(name: str, want: str) -> SamplingError:
@@ -212,6 +215,9 @@ class SamplingParams:
             object.__setattr__(self, "stop", _stops(self.stop))
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise bad("stop", "strings that are not empty")
+        object.__setattr__(self, "forced", tuple(self.forced))
+        if any(not isinstance(token, int) or token < 0 for token in self.forced):
+            raise bad("forced", "token ids, 0 or more")
         if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
             raise bad("seed", "a whole number, 0 or more, or None")
 
@@ -223,9 +229,7 @@ def _stops(stop: Any) -> tuple[str, ...]:
 
 
 def _number(value: object) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    )
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +299,7 @@ class Operation:
     layer: int = -1
     requests: int = 0
     bytes: int = 0
+    blocks: int = 0
     deadline: float = math.inf
     submitted: float = math.nan
     started: float = math.nan

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pulse.errors import SelectionError
+from pulse.errors import ConfigError, SelectionError
 from pulse.hookspecs import Build
 from pulse.types import Geometry, SelectionView
 
@@ -60,15 +61,18 @@ class Full(SinkWindow):
 
 
 class BoxPolicy:
-    """Shared by policies that keep a min/max box of the keys of each block.
+    """Shared by policies that keep boxes around the keys of each block.
 
-    The digest of a block is the element-wise minimum and maximum of its keys, in the KV dtype,
-    ``[2 * head_dim]`` per kept head. Its score for a query is the upper bound of the dot product
-    over the box (Quest's form; PulseInfer is silent on both digest and score). Query heads of a
-    group are combined by the mean of their softmax over the blocks, which keeps one head's large
-    scores from drowning the others'.
+    A block is cut into `boxes` runs of tokens. The digest of a run is the element-wise minimum and
+    maximum of its keys, both moved by `shrink` of the way to its mean key, in the KV dtype:
+    ``[2 * head_dim]`` per kept head. A run's score for a query is the largest dot product over its
+    box, which without shrinking is an upper bound of the scores in it (Quest's form); a block's
+    score is its best run's. Query heads of a group are combined by the maximum. PulseInfer is silent on digest, score and combination; ``docs/log.md`` has the
+    comparison behind these.
     """
 
+    shrink = 0.0
+    boxes = 1
     per_head = False
     exhaustive = False
     late = False
@@ -83,13 +87,14 @@ class BoxPolicy:
         self._digests: dict[str, Tensor] = {}
 
     def digest_bytes(self, blocks: int) -> int:
-        """Two vectors of `head_dim` per block, kept head and growing layer."""
-        row = 2 * self.geometry.head_dim * self.geometry.element_bytes
+        """Two vectors of `head_dim` per run, kept head and growing layer."""
+        row = 2 * self.boxes * self.geometry.head_dim * self.geometry.element_bytes
         return blocks * len(self._plane) * self.kept_heads * row
 
     def open(self, sequence: str, blocks: int) -> None:
-        """Allocate the boxes ``[planes, kept heads, blocks, 2 * head_dim]``."""
-        shape = (len(self._plane), self.kept_heads, blocks, 2 * self.geometry.head_dim)
+        """Allocate the digests ``[planes, kept heads, blocks * boxes, 2 * head_dim]``."""
+        rows, width = blocks * self.boxes, 2 * self.geometry.head_dim
+        shape = (len(self._plane), self.kept_heads, rows, width)
         self._digests[sequence] = torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def close(self, sequence: str) -> None:
@@ -105,9 +110,14 @@ class BoxPolicy:
 
     def update(self, layer: int, sequence: str, first: int, keys: Tensor) -> None:
         """Store the boxes of newly sealed blocks."""
-        low, high = self.kept(layer, sequence, keys).aminmax(dim=2)
-        boxes = torch.cat([low, high], dim=-1).transpose(0, 1)
-        self._digests[sequence][self._plane[layer], :, first : first + len(keys)] = boxes
+        kept = self.kept(layer, sequence, keys).transpose(0, 1)
+        runs = kept.unflatten(2, (self.boxes, -1)).flatten(1, 2)  # [kept, runs, tokens, head_dim]
+        low, high = runs.aminmax(dim=2)
+        if self.shrink:
+            mean = runs.mean(dim=2)
+            low, high = low.lerp(mean, self.shrink), high.lerp(mean, self.shrink)
+        rows = slice(first * self.boxes, (first + len(keys)) * self.boxes)
+        self._digests[sequence][self._plane[layer], :, rows] = torch.cat([low, high], dim=-1)
 
     def grouped(self, layer: int, query: Tensor, view: SelectionView) -> list[Tensor]:
         """Per sequence the queries of the kept heads, ``[kept, group, head_dim]``."""
@@ -127,16 +137,19 @@ class BoxPolicy:
             if count == high - low:
                 chosen[row, :, :count] = torch.arange(low, high)
             elif count:
-                boxes = self._digests[sequence][self._plane[layer], :, low:high]
+                rows = slice(low * self.boxes, high * self.boxes)
+                boxes = self._digests[sequence][self._plane[layer], :, rows]
                 best = self._scores(queries[row], boxes).topk(count, dim=-1, sorted=False)
                 chosen[row, :, :count] = best.indices + low
         return chosen
 
     def _scores(self, query: Tensor, boxes: Tensor) -> Tensor:
-        # max(q*min, q*max) summed over dims is one product with the negative and positive parts.
-        parts = torch.cat([query.clamp(max=0), query.clamp(min=0)], dim=-1).to(boxes.dtype)
-        bound = (parts @ boxes.mT).float() * self.geometry.head_dim**-0.5
-        return torch.softmax(bound, dim=-1).mean(dim=-2)
+        # max(q*low, q*high) summed over dims is one product with q's negative and positive parts.
+        # In float32: rounded to bfloat16, the scores of a long context are full of ties.
+        query = query.float()
+        parts = torch.cat([query.clamp(max=0), query.clamp(min=0)], dim=-1)
+        scores = parts @ boxes.float().mT  # [kept, group, runs]
+        return scores.unflatten(-1, (-1, self.boxes)).amax(dim=(-1, -3))
 
 
 class HeadWise(BoxPolicy):
@@ -153,13 +166,18 @@ class SoloHead(BoxPolicy):
     """One KV head per layer selects for all (PulseInfer, section "SoloHead selection").
 
     The head is the one with the highest middle attention mass. Until there are calibrated
-    profiles it is chosen per sequence, from the prompt's own last queries.
+    profiles it is chosen per sequence, from the prompt's own last queries. As it keeps one head's
+    digests, it affords finer ones: `boxes` per block (``solohead:BOXES``), each half as wide as
+    the keys' extent, since one head that speaks for all must rank blocks well rather than bound
+    them.
     """
 
     late = True
+    shrink = 0.5
 
     def __init__(self, build: Build) -> None:
         super().__init__(build)
+        self.boxes = _boxes(build, default=2)
         self._heads: dict[str, dict[int, int]] = {}
 
     def open(self, sequence: str, blocks: int) -> None:
@@ -193,3 +211,16 @@ class SoloHead(BoxPolicy):
         grouped = super().grouped(layer, query, view)
         heads = [self.head(layer, sequence) for sequence in view.sequences]
         return [rows[head : head + 1] for rows, head in zip(grouped, heads, strict=True)]
+
+
+def _boxes(build: Build, default: int) -> int:
+    block = build.kv.block
+    if not build.argument:
+        return math.gcd(default, block)
+    boxes = int(build.argument) if build.argument.isdecimal() else 0
+    if boxes < 1 or block % boxes:
+        raise ConfigError(
+            f"solohead:{build.argument} needs a number of boxes that divides the block of {block} "
+            "tokens, like solohead:2"
+        )
+    return boxes

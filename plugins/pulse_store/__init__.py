@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from pulse import Build, Plugin, hookimpl
+from pulse.errors import ConfigError
 
-__all__ = ["pulse_block_stores"]
+__all__ = ["pulse_block_stores", "pulse_diagnostics"]
 
 
 def _host(build: Build) -> Any:
@@ -24,6 +25,8 @@ def _host(build: Build) -> Any:
 def _disk(build: Build) -> Any:
     from pulse_store.disk import DiskStore
 
+    if not build.argument:
+        raise ConfigError("slow_tier='disk' needs a file to create: write it as disk:PATH")
     shape = build.shape
     assert shape is not None
     return DiskStore(
@@ -39,3 +42,23 @@ def pulse_block_stores() -> list[Plugin]:
         Plugin("host", _host, "the machine's memory", needs),
         Plugin("disk", _disk, "a file (disk:PATH), O_DIRECT where it can be had", needs),
     ]
+
+
+@hookimpl
+def pulse_diagnostics() -> list[tuple[str, bool, str]]:
+    """Whether a disk tier in the current directory bypasses the page cache."""
+    import tempfile
+    from pathlib import Path
+
+    from pulse.errors import StoreError
+    from pulse_store.disk import DiskStore
+
+    name = "disk tier here"
+    with tempfile.TemporaryDirectory(prefix=".pulse-", dir=Path.cwd()) as folder:
+        try:
+            store = DiskStore(Path(folder) / "probe", 4, 1, 1, 4096)
+        except StoreError as error:
+            return [(name, False, str(error))]
+        mode = store.description.rpartition(", ")[2]
+        store.close()
+    return [(name, True, f"--slow-tier disk:PATH works ({mode})")]

@@ -6,7 +6,7 @@ from typing import Any
 
 from pulse import Build, Plugin, hookimpl
 
-__all__ = ["pulse_block_stores", "pulse_model_executors"]
+__all__ = ["pulse_block_stores", "pulse_diagnostics", "pulse_model_executors"]
 
 
 def _executor(build: Build) -> Any:
@@ -34,3 +34,22 @@ def pulse_model_executors() -> list[Plugin]:
 def pulse_block_stores() -> list[Plugin]:
     """The arena on a torch device."""
     return [Plugin("device", _device_store, "an arena in GPU memory", ("torch",))]
+
+
+@hookimpl
+def pulse_diagnostics() -> list[tuple[str, bool, str]]:
+    """What torch can do here."""
+    try:
+        import torch
+    except ImportError:
+        return [("torch", False, "not installed; pip install -c constraints.txt pulse-llm")]
+    from pulse_torch.loaders import resolve_dtype
+
+    chosen = str(resolve_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
+    rows = [("CPU", True, f"{torch.get_num_threads()} threads; --dtype auto is {chosen}")]
+    if torch.cuda.is_available():
+        rows.append(("CUDA", True, f"{torch.cuda.get_device_name(0)}; --device auto uses it"))
+    else:
+        text = "no CUDA device, or a CPU build of torch; --device auto uses the CPU"
+        rows.append(("CUDA", False, text))
+    return rows

@@ -56,8 +56,9 @@ class DeviceStore:
     def free(self, slots: Any) -> None:
         """Give slots back. Raises StoreError for one that is not allocated."""
         slots = np.asarray(slots, np.int64)
-        if len(np.unique(slots)) < len(slots) or self._free[slots].any():
-            raise StoreError(f"a slot among {slots.tolist()[:8]} is freed twice")
+        known = bool(((slots >= 0) & (slots < self.slots)).all())
+        if not known or len(np.unique(slots)) < len(slots) or self._free[slots].any():
+            raise StoreError(f"a slot among {slots.tolist()[:8]} is not allocated or named twice")
         self._free[slots] = True
         self.release(len(slots) * self.slot_bytes)
 

@@ -153,9 +153,7 @@ class TorchExecutor:
             attention = self._attend_chunk(state, layer)
         else:
             assert self._cache is not None and state.table is not None
-            attention = decode_attention(
-                state.q, self._cache.units, state.table, self.spec.scale
-            )
+            attention = decode_attention(state.q, self._cache.units, state.table, self.spec.scale)
         state.h = self._decoder.finish(state.h, attention, layer, milestone)
 
     @torch.inference_mode()
@@ -216,9 +214,7 @@ class TorchExecutor:
         else:
             if not state.offload:
                 self._attend_own_prefix(state, layer)
-            whole = merge(
-                state.partial, attend_piece(query, keys, values, scale, causal=True)
-            )
+            whole = merge(state.partial, attend_piece(query, keys, values, scale, causal=True))
             state.lse = whole.lse
             out = whole.out
         return out.transpose(0, 1).reshape(len(state.h), -1).to(state.h.dtype)

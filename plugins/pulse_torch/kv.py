@@ -26,6 +26,9 @@ from pulse_torch.residency import NOT_RESIDENT, OUT_OF_RANGE, plan_hot, ring_tab
 if TYPE_CHECKING:
     from pulse_torch.executor import State
 
+LANDING_TOKENS = 1024
+"""Prefix tokens that a piece streamed into the fast tier during prefill has at most."""
+
 __all__ = ["Piece", "TorchKVCache", "TorchSequence"]
 
 
@@ -133,8 +136,10 @@ class TorchKVCache:
             least = min(needed, max(pinned, config.sink_blocks + 1))
             own = max(least, min(needed, (room - needed) // (layers - 1)))
             usable = max(needed, own)
+        # An eighth is left for two pieces of the prefix to land in while a chunk is held.
         free = usable - config.sink_blocks
-        chunk = max(1, min(own - config.sink_blocks, free // 2, config.chunk // config.block))
+        room = min(own - config.sink_blocks, free - max(2, free // 8))
+        chunk = max(1, min(room, config.chunk // config.block))
         return _HotSet(own, usable, digests, chunk)
 
     # -- leases --------------------------------------------------------------------------------
@@ -256,7 +261,9 @@ class TorchKVCache:
         )
         _check(misses, self.policy, layer)
         state.table = table
-        state.current[layer] = np.take_along_axis(table.units, table.count[:, :, None] - 1, 2)[..., 0]
+        state.current[layer] = np.take_along_axis(table.units, table.count[:, :, None] - 1, 2)[
+            ..., 0
+        ]
         plan = None
         if misses:
             plan = TransferPlan(
@@ -365,8 +372,7 @@ class TorchKVCache:
         pieces: list[tuple[Piece, TransferPlan | None]] = []
         if sink:
             pieces.append((Piece(0, slots[: min(sink, before)]), None))
-        chunk = state.sequence.chunk // self.config.block
-        landing = slots[sink + chunk :]
+        landing = self._landing(state, row, plane)
         size = max(1, len(landing) // 2)
         for turn, first in enumerate(range(sink, before, size)):
             ids = np.arange(first, min(first + size, before))
@@ -374,6 +380,23 @@ class TorchKVCache:
             source = plane * self.slow.slots + self.pool.slow[row, ids]
             pieces.append((Piece(first, half), self._plan(state, layer, source, half)))
         return pieces
+
+    def _landing(self, state: State, row: int, plane: int) -> np.ndarray:
+        """Slots for two pieces: what the chunk leaves of the layer's own, and of later layers'.
+
+        The next layers hold nothing that is needed until the chunk reaches them: the kernel has
+        waited for the write-backs of the chunk before.
+        """
+        skip = self.config.sink_blocks + state.sequence.chunk // self.config.block
+        most = 2 * max(1, LANDING_TOKENS // self.config.block)
+        slots = self.pool.slots(row, plane)[skip:]
+        own = int(self.pool.own[row])
+        for later in range(plane + 1, len(self.plane)):
+            if len(slots) >= most:
+                break
+            borrowed = self.pool.slots(row, later)[self.config.sink_blocks : own]
+            slots = np.concatenate([slots, borrowed])
+        return slots[:most]
 
     def _plan(
         self, state: State, layer: int, slow: np.ndarray, fast: np.ndarray, *, back: bool = False

@@ -61,9 +61,7 @@ class Pool:
             self.ring_blocks[layer][row] = size
             at += size
 
-    def set_hot(
-        self, row: int, own: int, usable: int, slots: np.ndarray, slow: np.ndarray
-    ) -> None:
+    def set_hot(self, row: int, own: int, usable: int, slots: np.ndarray, slow: np.ndarray) -> None:
         """Deal `slots` out: `own` to each plane, the rest shared by all planes."""
         planes = self.units.shape[1]
         mine = slots[: planes * own].reshape(planes, own)

@@ -126,7 +126,7 @@ def plan_hot(  # type: ignore[no-untyped-def]
                     if (sink <= i < middle_end) != (rank == 1):
                         continue
                     column = where[need[i]]
-                    if column >= 0 and held[column] == need[i]:
+                    if 0 <= column < own[row] and held[column] == need[i]:
                         used[column] = clock
                         need[i] = unit[column]
                     else:

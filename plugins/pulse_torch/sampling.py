@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 from pulse.types import SamplingParams
 
 __all__ = ["Sampler", "sample"]
+
+_COLDEST = 1e-30
+"""The least temperature that float32 logits can be divided by."""
 
 
 class Sampler:
@@ -21,23 +25,29 @@ class Sampler:
         if params.seed is None:
             self.generator.seed()
         else:
-            self.generator.manual_seed(params.seed)
+            self.generator.manual_seed(params.seed % 2**64)
+        self.forced = deque(params.forced)
         self.seen = set(prompt) if params.repetition_penalty != 1.0 else set()
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken as it is."""
-        return self.params.temperature == 0 and self.params.repetition_penalty == 1.0
+        params = self.params
+        return not self.forced and params.temperature == 0 and params.repetition_penalty == 1.0
 
     def draw(self, logits: Tensor) -> int:
         """A token from float32 ``[vocab]`` logits on the CPU."""
         params = self.params
         if params.repetition_penalty != 1.0:
             logits = self._penalised(logits)
-        if params.temperature == 0:
+        if self.forced:
+            token = self.forced.popleft()
+        elif params.temperature == 0:
             token = int(logits.argmax())
         else:
-            probabilities = _filtered(torch.softmax(logits / params.temperature, -1), params)
+            # Shifted first, so that no temperature, however small, divides up to infinity.
+            scores = (logits - logits.max()) / max(params.temperature, _COLDEST)
+            probabilities = _filtered(torch.softmax(scores, -1), params)
             token = int(torch.multinomial(probabilities, 1, generator=self.generator))
         if params.repetition_penalty != 1.0:
             self.seen.add(token)
@@ -47,7 +57,9 @@ class Sampler:
         seen = torch.tensor(sorted(self.seen))
         scores = logits[seen]
         penalty = self.params.repetition_penalty
-        return logits.index_put((seen,), torch.where(scores > 0, scores / penalty, scores * penalty))
+        return logits.index_put(
+            (seen,), torch.where(scores > 0, scores / penalty, scores * penalty)
+        )
 
 
 def _filtered(probabilities: Tensor, params: SamplingParams) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from pulse.engine.config import EngineConfig
 from pulse.errors import CapacityError
 from pulse.hookspecs import Build, StoreShape
-from pulse.memory.sizes import format_bytes
+from pulse.memory.sizes import format_bytes, host_memory
 from pulse.plugins import Plugins
 from pulse.ports import (
     AdmissionRule,
@@ -94,9 +94,7 @@ def _units(geometry: Geometry, policy: SelectionPolicy) -> int:
     return geometry.kv_heads if policy.per_head else 1
 
 
-def _fast_shape(
-    config: EngineConfig, geometry: Geometry, policy: SelectionPolicy
-) -> StoreShape:
+def _fast_shape(config: EngineConfig, geometry: Geometry, policy: SelectionPolicy) -> StoreShape:
     slot = geometry.slot_bytes(config.kv.block)
     slots = config.fast_bytes // slot
     if slots < geometry.layers:
@@ -109,10 +107,8 @@ def _fast_shape(
     return StoreShape(slots, 1, units, slot // units, config.fast_bytes)
 
 
-def _slow_shape(
-    config: EngineConfig, geometry: Geometry, policy: SelectionPolicy
-) -> StoreShape:
-    limit = config.slow_bytes or SLOW_TO_FAST * config.fast_bytes
+def _slow_shape(config: EngineConfig, geometry: Geometry, policy: SelectionPolicy) -> StoreShape:
+    limit = config.slow_bytes or _default_slow(config)
     planes = max(1, len(geometry.growing))
     slot = geometry.slot_bytes(config.kv.block)
     units = _units(geometry, policy)
@@ -124,3 +120,9 @@ def _slow_shape(
             "give the slow tier more"
         )
     return StoreShape(slots, planes, units, slot // units, limit)
+
+
+def _default_slow(config: EngineConfig) -> int:
+    limit = SLOW_TO_FAST * config.fast_bytes
+    # Memory that the machine does not have is a promise that ends in its killing us.
+    return min(limit, host_memory() // 2) if config.slow_kind == "host" else limit

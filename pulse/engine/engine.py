@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -45,12 +45,14 @@ class Engine:
     executor: model executor ("torch").
     fast_tier: hard limit of the fast tier, in bytes or like "64MiB": KV slots and digests.
     slow_tier: "host" or "disk:PATH"; PATH is a file to create or a directory.
-    slow_limit: hard limit of the slow tier; ten times the fast tier by default.
+    slow_limit: hard limit of the slow tier; ten times the fast tier by default, in host memory at
+        most half of the machine's.
     block, budget, sink, local, chunk, hot_factor: see `pulse.KVConfig`.
     dtype: "float32", "bfloat16" or "auto"; device: "cpu", "cuda" or "auto".
     threads: CPU threads of the compute lane; None leaves the library's default.
     instruments: `pulse.Instrument` objects that watch the kernel.
     plugins: a `pulse.Plugins`, to add plugins that are not installed packages.
+    worker: makes the worker of the compute lane from its name; for tests on virtual time.
 
     Every plugin parameter takes a name or an object that fulfils the port in `pulse.ports`.
     Opening raises ConfigError, ModelError or StoreError.
@@ -79,6 +81,7 @@ class Engine:
         threads: int | None = None,
         instruments: Iterable[Instrument] = (),
         plugins: Plugins | None = None,
+        worker: Callable[[str], Worker] = Worker,
     ) -> None:
         self.config = EngineConfig.make(
             model=model,
@@ -97,8 +100,10 @@ class Engine:
         )
         self.instruments = Instruments(instruments)
         self._plugins = plugins or Plugins()
+        self._worker = worker
         self._ids = itertools.count(1)
         self._running: _Running | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._state = "new"
 
     # -- life --------------------------------------------------------------------------------
@@ -120,22 +125,27 @@ class Engine:
         if self._state != "new":
             raise EngineClosed(f"this engine is {self._state}; make a new one")
         self._state = "open"
-        worker = Worker("pulse-compute")
-        parts: Parts | None = None
+        worker = self._worker("pulse-compute")
+        made: list[Parts] = []  # filled even if this is cancelled while the worker assembles
         try:
-            parts = await worker.run(lambda: assemble(self.config, self._plugins))
-            self._running = _Running(self.config, parts, worker, self.instruments)
+            await worker.run(lambda: made.append(assemble(self.config, self._plugins)))
+            if self._state != "open":
+                raise EngineClosed("the engine was closed while it opened")
+            self._running = _Running(self.config, made[0], worker, self.instruments)
         finally:
             if self._running is None:
                 self._state = "closed"
-                await worker.close()
+                await _to_the_end(_give_back(made, worker))
 
     async def aclose(self) -> None:
-        """Cancel what runs and give everything back. Idempotent."""
+        """Cancel what runs and give everything back. Idempotent, cannot be cut short."""
         self._state = "closed"
         running, self._running = self._running, None
         if running is not None:
-            await running.close()
+            self._closing = asyncio.create_task(running.close(), name="pulse-close")
+        if self._closing is not None:
+            await settle(self._closing)
+            await self._closing
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -197,7 +207,7 @@ class _Running:
             Placement.NORMAL: Cohort(Work.NORMAL, self.machine),
             Placement.OFFLOAD: Cohort(Work.OFFLOAD, self.machine),
         }
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in order, unlike a set
         self._waiting: dict[str, tuple[Request, asyncio.Future[Any]]] = {}
         self._admitted = 0
         self._prefilling = asyncio.Lock()
@@ -229,8 +239,13 @@ class _Running:
     def start(self, id: str, prompt: Prompt, params: SamplingParams, chat: bool) -> Stream:
         request = Request(id, prompt, params, chat, self.kernel.now())
         task = asyncio.create_task(self._serve(request), name=f"pulse-request-{id}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+
+        def over(task: asyncio.Task[None]) -> None:
+            self._tasks.pop(task, None)
+            request.end(FinishReason.CANCELLED)  # one cancelled before it ran has not said so
+
+        task.add_done_callback(over)
 
         def orphaned() -> None:
             if not self._loop.is_closed():
@@ -256,6 +271,7 @@ class _Running:
         """Turn the prompt into tokens and see whether it can be served at all."""
         executor = self.parts.executor
         request.prompt_ids = await self._encode(request)
+        _check_ids(request.params.forced, executor.geometry.vocab_size)
         self.instruments.emit("request_submitted", request.id, len(request.prompt_ids))
         limit = executor.geometry.max_positions
         count = len(request.prompt_ids)
@@ -278,9 +294,7 @@ class _Running:
         if not isinstance(prompt, str) and not any(isinstance(part, dict) for part in prompt):
             vocab = self.parts.executor.geometry.vocab_size
             ids = [int(token) for token in prompt]  # type: ignore[arg-type]
-            outside = [token for token in ids if not 0 <= token < vocab]
-            if outside:
-                raise PromptError(f"token id {outside[0]} is outside the vocabulary 0…{vocab - 1}")
+            _check_ids(ids, vocab)
             return ids
         if not prompt:
             return []
@@ -338,14 +352,15 @@ class _Running:
             if grant.done() and not grant.cancelled() and grant.exception() is None:
                 self.parts.cache.close(grant.result())
                 self._admitted -= 1
-                self.boundary()
+            self.boundary()
             raise
 
     def boundary(self) -> None:
         """Admit what the rule and the tiers allow, in order of arrival."""
-        if not self._waiting:
+        # Whoever was cancelled in this tick is still listed, but nobody awaits the grant.
+        waiting = [entry for entry in self._waiting.values() if not entry[1].done()]
+        if not waiting:
             return
-        waiting = list(self._waiting.values())
         try:
             placements = self._placements([request for request, _ in waiting])
         except Exception as error:
@@ -363,7 +378,8 @@ class _Running:
             self._admit(request, grant, placement)
 
     def _placements(self, waiting: Sequence[Request]) -> Sequence[Placement | None]:
-        placements = list(self.parts.admission.admit([r.total for r in waiting], self))
+        answer = self.parts.admission.admit([r.total for r in waiting], self)
+        placements = [None if item is None else Placement(item) for item in answer]
         if len(placements) != len(waiting):
             raise ValueError(f"{len(placements)} placements for {len(waiting)} requests")
         if self._admitted == 0 and all(placement is None for placement in placements):
@@ -381,9 +397,7 @@ class _Running:
             return demand.fast <= self.fast_limit and demand.slow <= self.slow_limit
         return demand.fast <= self.fast_free and demand.slow <= self.slow_free
 
-    def _admit(
-        self, request: Request, grant: asyncio.Future[Any], placement: Placement
-    ) -> None:
+    def _admit(self, request: Request, grant: asyncio.Future[Any], placement: Placement) -> None:
         del self._waiting[request.id]
         try:
             sequence = self.parts.cache.open(request.id, request.total, placement)
@@ -424,11 +438,31 @@ class _Running:
                 await cohort.ended()
             for lane in self.kernel.lanes:
                 lane.close()
-            await self.parts.transfer.close()
-            try:
-                await self.worker.run(self.parts.executor.close)
-            finally:
-                await self.worker.close()
-                self.parts.fast.close()
-                self.parts.slow.close()
+            await _give_back([self.parts], self.worker)
 
+
+async def _give_back(made: Sequence[Parts], worker: Worker) -> None:
+    try:
+        for parts in made:
+            await parts.transfer.close()
+    finally:
+        try:
+            for parts in made:
+                await worker.run(parts.executor.close)
+        finally:
+            await worker.close()
+            for parts in made:
+                parts.fast.close()
+                parts.slow.close()
+
+
+async def _to_the_end(coroutine: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(coroutine)
+    await settle(task)
+    await task
+
+
+def _check_ids(ids: Sequence[int], vocab: int) -> None:
+    outside = [token for token in ids if not 0 <= token < vocab]
+    if outside:
+        raise PromptError(f"token id {outside[0]} is outside the vocabulary 0…{vocab - 1}")

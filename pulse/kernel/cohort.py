@@ -105,12 +105,13 @@ class Cohort:
                 seat.finish(seat.member.error)
                 continue
             seat.member.token = token
-            if not seat.leaving and not seat.on_token(token, logprob):
-                seat.finish()
+            try:
+                if not seat.leaving and not seat.on_token(token, logprob):
+                    seat.finish()
+            except Exception as error:
+                seat.finish(error)
 
-    async def _apart(
-        self, members: Sequence[Member], error: Exception
-    ) -> list[tuple[int, float]]:
+    async def _apart(self, members: Sequence[Member], error: Exception) -> list[tuple[int, float]]:
         # A step can be repeated: it stores the same keys and values at the same positions. Alone,
         # each member shows whether it is the one at fault.
         if len(members) > 1:
@@ -118,10 +119,10 @@ class Cohort:
         results = []
         for member in members:
             try:
-                if len(members) == 1:
-                    raise error
+                if member.error is not None or len(members) == 1:
+                    raise member.error or error
                 results.extend(await self.machine.decode([member], self.work, self.work))
             except Exception as alone:
-                member.error = alone
+                member.error = member.error or alone
                 results.append((-1, 0.0))
         return results

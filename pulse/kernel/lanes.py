@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from pulse.errors import EngineClosed
@@ -13,6 +14,8 @@ from pulse.ports import Arbiter
 from pulse.types import LaneName, Operation, TransferReport, Work
 
 __all__ = ["Kernel", "Lane"]
+
+log = logging.getLogger("pulse")
 
 T = TypeVar("T")
 Start = Callable[[Callable[[], None]], Awaitable[T]]
@@ -104,11 +107,13 @@ class Lane:
 
     def decide(self) -> None:
         """Grant the next operation if the lane can take one."""
-        while self._waiting and self._deciding == 0 and self._running < 2:
-            chosen = self._choose()
+        while self._deciding == 0 and self._running < 2:
+            # Whoever was cancelled in this tick is still listed, but nobody awaits the grant.
+            waiting = [operation for operation, grant in self._waiting.values() if not grant.done()]
+            chosen = self._choose(tuple(waiting)) if waiting else None
             if chosen is None:
                 return
-            for operation, _ in self._waiting.values():
+            for operation in waiting:
                 operation.skipped += operation is not chosen
             _, grant = self._waiting.pop(chosen.id)
             self._take(chosen)
@@ -135,17 +140,21 @@ class Lane:
                 self._leave(operation)  # granted in the same tick as it was cancelled
             raise
 
-    def _choose(self) -> Operation | None:
-        waiting = [operation for operation, _ in self._waiting.values()]
+    def _choose(self, waiting: Sequence[Operation]) -> Operation | None:
         if self._arbiter is None:
             return waiting[0]
         in_flight = tuple(self._kernel.in_flight.values())
-        chosen = self._arbiter.choose(waiting, in_flight)
-        if chosen is None and not in_flight:
-            return waiting[0]  # nothing could ever wake the lane: an arbiter may not stall it
-        if chosen is not None and chosen.id not in self._waiting:
-            return waiting[0]  # likewise for an answer that was not on offer
-        return chosen
+        try:
+            chosen = self._arbiter.choose(waiting, in_flight)
+        except Exception:
+            log.exception("the arbiter raised; from now on it is first come, first served")
+            self._arbiter = None
+            return waiting[0]
+        if chosen is None and in_flight:
+            return None
+        # With nothing in flight, nothing could ever wake the lane: an arbiter may not stall it.
+        # An answer that was not on offer counts as none.
+        return chosen if any(chosen is offered for offered in waiting) else waiting[0]
 
     def _take(self, operation: Operation) -> None:
         self._kernel.in_flight[operation.id] = operation

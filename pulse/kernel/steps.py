@@ -183,9 +183,7 @@ class Machine:
             except PulseError as error:
                 by_request[request].error = error
 
-    async def _seal(
-        self, state: Any, members: Sequence[Member], work: Work, cohort: str
-    ) -> None:
+    async def _seal(self, state: Any, members: Sequence[Member], work: Work, cohort: str) -> None:
         if work is not Work.OFFLOAD or not self._growing:
             return
         sealing = [m for m in members if (m.length + 1) % self.config.block == 0]
@@ -246,6 +244,8 @@ class Machine:
 
     async def _prefill_chunk(self, member: Member, batch: Batch) -> list[tuple[int, float]]:
         request, last = member.request, self.executor.geometry.layers - 1
+        for layer in list(member.write_backs):  # its slots are about to be used again
+            await member.landed(layer)
 
         def begin(_: Milestone) -> Any:
             state = self.executor.embed(batch)
@@ -257,7 +257,6 @@ class Machine:
         for layer in range(last + 1):
             streams = member.placement is Placement.OFFLOAD and layer in self._growing
             if streams:
-                await member.landed(layer)
                 await self._stream(state, layer, request, "prefix", self.executor.attend_prefix)
 
             def attend(milestone: Milestone, layer: int = layer) -> None:
@@ -371,6 +370,7 @@ class Machine:
             layer=plan.layer,
             requests=len(plan.requests),
             bytes=plan.bytes,
+            blocks=plan.units,
         )
         return await _typed(
             self.kernel.recall.run(operation, lambda _: self.transfer.recall(plan)), "recall"
@@ -394,6 +394,7 @@ class Machine:
                 layer=plan.layer,
                 requests=1,
                 bytes=plan.bytes,
+                blocks=plan.units,
             )
             try:
                 await _typed(

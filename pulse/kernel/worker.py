@@ -45,6 +45,7 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._ended: Landing[None] | None = None
 
     def submit(self, function: Callable[[], T]) -> Landing[T]:
         """Queue `function`; must be called on the loop. Raises EngineClosed after `close`."""
@@ -64,27 +65,30 @@ class Worker:
 
     async def close(self) -> None:
         """Finish what is queued and end the thread. Idempotent, cannot be cut short."""
-        already, self._closed = self._closed, True
-        if self._loop is None or already or self._thread is None:
+        self._closed = True
+        if self._loop is None or self._thread is None:
             return
-        ended: Landing[None] = Landing(loop=self._loop)
-        self._queue.put((lambda: None, ended))
-        self._queue.put(None)
+        if self._ended is None:
+            self._ended = Landing(loop=self._loop)
+            self._queue.put((lambda: None, self._ended))
+            self._queue.put(None)
         try:
-            await ended
+            await self._ended
         finally:
             self._thread.join()
 
     def _main(self) -> None:
         while (job := self._queue.get()) is not None:
-            function, landing = job
-            try:
-                outcome: tuple[Any, BaseException | None] = (function(), None)
-            except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the landing
-                outcome = (None, error)
-            self._land(landing, *outcome)
+            self._do(*job)
             # A finished job must not keep its closure (tensors) alive until the next one arrives.
-            del job, function, landing, outcome
+            del job
+
+    def _do(self, function: Callable[[], Any], landing: Landing[Any]) -> None:
+        try:
+            outcome: tuple[Any, BaseException | None] = (function(), None)
+        except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the landing
+            outcome = (None, error)
+        self._land(landing, *outcome)
 
     def _land(self, landing: Landing[Any], result: Any, error: BaseException | None) -> None:
         self._landed.append((landing, result, error))

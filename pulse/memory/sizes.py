@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from pulse.errors import ConfigError
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["format_bytes", "host_memory", "parse_bytes"]
 
 _UNITS = {
     "": 1,
@@ -47,3 +48,11 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError("unreachable")
+
+
+def host_memory() -> int:
+    """Bytes of the machine's memory; where the system does not say, 16 GiB are assumed."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 16 << 30

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pulse.errors import StoreError, TransferError
+from pulse.errors import SelectionError, StoreError, TransferError
 from pulse.hookspecs import Build, Plugin, StoreShape, hookimpl
 from pulse.ports import BlockStore, SelectionPolicy
 from pulse.types import (
@@ -280,6 +280,7 @@ class NullCache:
     def place(self, state: _State, layer: int, selection: Any) -> Placed:
         """Lay out the tables and store the new values."""
         plans, state.tables, selected = [], [], 0
+        chosen = self._chosen(state, selection)
         for i, sequence in enumerate(state.batch.sequences):
             first, last = state.positions[i][0], state.positions[i][-1]
             if sequence.placement is Placement.NORMAL:
@@ -287,13 +288,32 @@ class NullCache:
             elif state.batch.work is Work.PREFILL:
                 table = self._hold(sequence, layer, first, last)
             else:
-                chosen = selection[i][0] if selection is not None else []
-                table, plan = self._recall(sequence, layer, last, chosen)
+                table, plan = self._recall(sequence, layer, last, chosen[i])
                 selected += len(table)
                 plans.append((sequence.request, plan))
             state.tables.append(table)
             self._store(state, i, table)
         return Placed(selected, self._joined(layer, plans))
+
+    def _chosen(self, state: _State, selection: Any) -> list[list[int]]:
+        # Checked for all before a hot set changes: a step that fails here can be repeated.
+        if selection is None:
+            return [[] for _ in state.positions]
+        if len(selection) != len(state.positions):
+            raise SelectionError(
+                f"{len(selection)} selections for {len(state.positions)} sequences"
+            )
+        chosen = [groups[0] for groups in selection]
+        for positions, blocks in zip(state.positions, chosen, strict=True):
+            low, high = self._middle(positions[-1])
+            outside = [block for block in blocks if not low <= block < high]
+            if outside:
+                raise SelectionError(f"block {outside[0]} is outside the middle {low}…{high - 1}")
+        return chosen
+
+    def _middle(self, position: int) -> tuple[int, int]:
+        local = max(0, position // self.config.block - self.config.local_blocks + 1)
+        return min(self.config.sink_blocks, local), local
 
     def _store(self, state: _State, i: int, table: list[int]) -> None:
         block = self.config.block
@@ -323,8 +343,7 @@ class NullCache:
     ) -> tuple[list[int], list[tuple[int, int]]]:
         block, hot = self.config.block, sequence.hot[layer]
         current = position // block
-        local = max(0, current - self.config.local_blocks + 1)
-        sink = min(self.config.sink_blocks, local)
+        sink, local = self._middle(position)
         need = sorted({*range(sink), *chosen, *range(local, current + 1)})
         for name in need:
             if name in hot:
@@ -434,6 +453,7 @@ class _NullTokenizer:
     """Bytes as tokens; token 256 stops."""
 
     stop_ids = frozenset({VOCAB - 1})
+    has_chat_template = False
 
     def encode(self, prompt: str | Sequence[dict[str, str]], *, chat: bool) -> list[int]:
         text = prompt if isinstance(prompt, str) else "".join(m["content"] for m in prompt)

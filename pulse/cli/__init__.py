@@ -1,0 +1,7 @@
+"""The command line: ``pulse generate | demo | plugins | doctor``."""
+
+from __future__ import annotations
+
+from pulse.cli.app import main
+
+__all__ = ["main"]
