@@ -60,6 +60,8 @@ class Plugins:
             self._manager.register(module, name)
             self._manager.check_pending()
         except (ValueError, pluggy.PluginValidationError) as error:
+            if self._manager.is_registered(module):  # else it would spoil every later check
+                self._manager.unregister(module)
             raise ConfigError(f"plugin {name or module!r} cannot be registered: {error}") from error
 
     def all(self) -> list[Found]:
@@ -72,7 +74,8 @@ class Plugins:
         rows: list[tuple[str, bool, str]] = []
         for implementation in self._manager.hook.pulse_diagnostics.get_hookimpls():
             try:
-                rows.extend(implementation.function())
+                said: Any = implementation.function()
+                rows.extend(said)
             except Exception as error:
                 rows.append((implementation.plugin_name, False, f"{type(error).__name__}: {error}"))
         return rows

@@ -98,7 +98,7 @@ class BlockStore(Protocol):
         """Give slots back. Raises StoreError for a slot that is not allocated."""
 
     def reserve(self, count: int) -> None:
-        """Fast tier: count bytes kept beside the slots (digests) in the limit. Raises StoreError."""
+        """Fast tier: count bytes kept beside the slots (digests) in the limit. Or StoreError."""
 
     def release(self, count: int) -> None:
         """Fast tier: count reserved bytes no more."""

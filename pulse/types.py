@@ -225,7 +225,12 @@ class SamplingParams:
 def _stops(stop: Any) -> tuple[str, ...]:
     if stop is None:
         return ()
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+    if isinstance(stop, str):
+        return (stop,)
+    try:
+        return tuple(stop)
+    except TypeError:
+        raise SamplingError(f"stop={stop!r} must be a string or strings") from None
 
 
 def _number(value: object) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numba
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -29,8 +31,19 @@ from pulse.hookspecs import Build
 from pulse_torch.executor import State, TorchExecutor
 from pulse_torch.kv import TorchKVCache
 
-__all__ = ["ARCHITECTURES", "TOLERANCE", "WINDOW", "Models", "Recorder", "Reference", "decode"]
+__all__ = [
+    "ARCHITECTURES",
+    "TOLERANCE",
+    "WINDOW",
+    "Models",
+    "Recorder",
+    "Reference",
+    "decode",
+    "one_thread",
+    "run",
+]
 
+T = TypeVar("T")
 VOCAB = 256
 WINDOW = 24
 TOLERANCE = 1e-3
@@ -159,16 +172,17 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 @torch.inference_mode()
 def _greedy(model: Any, prompt: list[int], count: int, mask: Mask | None) -> Reference:
     ids, rows = list(prompt), []
-    for _ in range(count):
-        seen = {} if mask is None else {"attention_mask": mask(len(ids))[None]}
-        output = model(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=1, **seen)
-        rows.append(output.logits[0, -1])
-        ids.append(int(rows[-1].argmax()))
+    with one_thread():
+        for _ in range(count):
+            seen = {} if mask is None else {"attention_mask": mask(len(ids))[None]}
+            output = model(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=1, **seen)
+            rows.append(output.logits[0, -1])
+            ids.append(int(rows[-1].argmax()))
     return Reference(tuple(ids[len(prompt) :]), torch.stack(rows))
 
 
 class Recorder(TorchExecutor):
-    """The torch executor in float32 on the CPU, keeping the logits of every token it samples.
+    """The torch executor in float32 on one CPU thread, keeping the logits it samples from.
 
     logits: by request and position of the token that was computed.
     """
@@ -180,7 +194,9 @@ class Recorder(TorchExecutor):
         self.kv: TorchKVCache
 
     def cache(self, **options: Any) -> TorchKVCache:
-        """The cache, to be looked at after the run."""
+        """The cache, to be looked at after the run; called on the engine's compute worker."""
+        torch.set_num_threads(1)
+        numba.set_num_threads(1)
         self.kv = super().cache(**options)
         return self.kv
 
@@ -206,13 +222,30 @@ def decode(
 ) -> list[Completion]:
     """`count` greedy tokens for each of `prompts`, all requests at once in one float32 engine."""
 
-    async def run() -> list[Completion]:
-        settings = {"dtype": "float32", "device": "cpu", "fast_tier": "4MiB", **options}
-        async with Engine(model, **settings) as engine:
+    async def complete() -> list[Completion]:
+        settings = {"dtype": "float32", "device": "cpu", "fast_tier": "4MiB", "threads": 1}
+        async with Engine(model, **settings | options) as engine:
             streams = [
                 engine.generate(list(prompt), max_tokens=count, ignore_eos=True)
                 for prompt in prompts
             ]
             return [await stream.result() for stream in streams]
 
-    return asyncio.run(run())
+    return run(complete())
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, on one of torch's threads unless the engine is told otherwise."""
+    with one_thread():
+        return asyncio.run(coroutine)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Models as small as these are slower on several threads, by far where cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

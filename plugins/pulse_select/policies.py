@@ -67,8 +67,8 @@ class BoxPolicy:
     maximum of its keys, both moved by `shrink` of the way to its mean key, in the KV dtype:
     ``[2 * head_dim]`` per kept head. A run's score for a query is the largest dot product over its
     box, which without shrinking is an upper bound of the scores in it (Quest's form); a block's
-    score is its best run's. Query heads of a group are combined by the maximum. PulseInfer is silent on digest, score and combination; ``docs/log.md`` has the
-    comparison behind these.
+    score is its best run's. Query heads of a group are combined by the maximum. PulseInfer is
+    silent on digest, score and combination; ``docs/log.md`` has the comparison behind these.
     """
 
     shrink = 0.0
@@ -111,7 +111,8 @@ class BoxPolicy:
     def update(self, layer: int, sequence: str, first: int, keys: Tensor) -> None:
         """Store the boxes of newly sealed blocks."""
         kept = self.kept(layer, sequence, keys).transpose(0, 1)
-        runs = kept.unflatten(2, (self.boxes, -1)).flatten(1, 2)  # [kept, runs, tokens, head_dim]
+        block, dim = kept.shape[2:]
+        runs = kept.reshape(len(kept), -1, block // self.boxes, dim)
         low, high = runs.aminmax(dim=2)
         if self.shrink:
             mean = runs.mean(dim=2)
@@ -149,7 +150,8 @@ class BoxPolicy:
         query = query.float()
         parts = torch.cat([query.clamp(max=0), query.clamp(min=0)], dim=-1)
         scores = parts @ boxes.float().mT  # [kept, group, runs]
-        return scores.unflatten(-1, (-1, self.boxes)).amax(dim=(-1, -3))
+        best = scores.amax(dim=-2)
+        return best.view(len(best), -1, self.boxes).amax(dim=-1)
 
 
 class HeadWise(BoxPolicy):

@@ -175,7 +175,8 @@ def _valid(table: BlockTable, block: int) -> np.ndarray:
     width = table.units.shape[2]
     position = np.arange(width * block)
     end = (table.count - 1) * block + table.tail[:, None]
-    return (position >= table.skip[:, None, None]) & (position < end[:, :, None])
+    valid: np.ndarray = (position >= table.skip[:, None, None]) & (position < end[:, :, None])
+    return valid
 
 
 def _as_numpy(tensor: Tensor) -> np.ndarray:

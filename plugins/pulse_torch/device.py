@@ -95,6 +95,6 @@ class DeviceStore:
 
     def _index(self, units: Any) -> torch.Tensor:
         ids = np.asarray(units, np.int64)
-        if len(ids) and not (0 <= ids.min() and ids.max() < len(self.tensor)):
+        if len(ids) and not (ids.min() >= 0 and ids.max() < len(self.tensor)):
             raise TransferError(f"a unit in {ids.min()}…{ids.max()} is not in {self.description}")
         return torch.from_numpy(ids).to(self.tensor.device)

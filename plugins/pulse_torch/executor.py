@@ -231,6 +231,7 @@ class TorchExecutor:
         self, state: State, layer: int, query: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         window = self.geometry.windows[layer]
+        assert window is not None
         if state.window is not None:
             keys = torch.cat([state.window[0], keys], dim=1)
             values = torch.cat([state.window[1], values], dim=1)

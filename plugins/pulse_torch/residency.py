@@ -54,6 +54,14 @@ def _victim(resident, stamp, clock, own):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
+def _holds(resident, own, block):  # type: ignore[no-untyped-def]
+    for column in range(own):  # noqa: SIM110 - numba compiles no generator expressions
+        if resident[column] == block:
+            return True
+    return False
+
+
+@numba.njit(nogil=True, cache=True)
 def plan_hot(  # type: ignore[no-untyped-def]
     rows,
     starts,
@@ -92,10 +100,19 @@ def plan_hot(  # type: ignore[no-untyped-def]
     missing = np.empty(width, np.int64)
     misses = 0
     bounds[0] = 0
+    # Everything is checked before anything is changed: a plan that fails half-way would leave
+    # blocks marked as resident that nobody recalls.
+    for b in range(rows.shape[0]):
+        local = max(0, starts[b] // block - local_blocks + 1)
+        for s in range(groups):
+            if _middle(selection[b, s], min(sink_blocks, local), local, table[b, s], 0) < 0:
+                return OUT_OF_RANGE
+            held = resident[rows[b], plane, s]
+            if starts[b] % block and not _holds(held, own[rows[b]], starts[b] // block):
+                return NOT_RESIDENT
     for b in range(rows.shape[0]):
         row = rows[b]
         current = starts[b] // block
-        fresh = starts[b] % block == 0
         local = max(0, current - local_blocks + 1)
         sink = min(sink_blocks, local)
         for s in range(groups):
@@ -106,8 +123,6 @@ def plan_hot(  # type: ignore[no-untyped-def]
             for i in range(sink):
                 need[i] = i
             end = _middle(selection[b, s], sink, local, need, sink)
-            if end < 0:
-                return OUT_OF_RANGE
             middle_end = end
             for i in range(local, current + 1):
                 need[end] = i
@@ -144,9 +159,7 @@ def plan_hot(  # type: ignore[no-untyped-def]
                     used[column] = clock
                     need[i] = unit[column]
                     if name == current:
-                        if not fresh:
-                            return NOT_RESIDENT
-                        continue
+                        continue  # it begins here: there is nothing to recall
                     source[misses] = (plane * slow_slots + slow[row, name]) * groups + s
                     target[misses] = unit[column]
                     misses += 1

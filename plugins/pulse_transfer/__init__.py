@@ -13,13 +13,13 @@ from pulse import Build, Plugin, hookimpl
 __all__ = ["pulse_transfer_engines"]
 
 
-def _staged(build: Build) -> Any:
+def _staged(_: Build) -> Any:
     from pulse_transfer.staged import StagedTransfer
 
     return StagedTransfer()
 
 
-def _torch_copy(build: Build) -> Any:
+def _torch_copy(_: Build) -> Any:
     from pulse_transfer.torch_copy import TorchCopyTransfer
 
     return TorchCopyTransfer()

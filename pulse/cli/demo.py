@@ -55,7 +55,7 @@ def demo(
     path = model or str(demo_model(console))
     prompt = f"{_text(characters)}\n\n{QUESTION}"
     console.print(
-        f"The text is the King James Version from Genesis on, {characters:,} characters. A sentence "
+        f"The text: the King James Version from Genesis on, {characters:,} characters. A sentence "
         f"was hidden in its middle:[b]{NEEDLE}[/]\nThe question: [b]{QUESTION}[/]\n"
     )
     console.print("[b]1/2[/] full attention, all KV in the fast tier")

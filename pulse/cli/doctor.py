@@ -59,8 +59,7 @@ def _machine() -> list[tuple[str, str]]:
         ("cores", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "?")),
         ("memory", format_bytes(host_memory())),
     ]
-    for package in _PACKAGES:
-        rows.append((package, _version(package) or f"not installed{_hint(package)}"))
+    rows += [(name, _version(name) or f"not installed{_hint(name)}") for name in _PACKAGES]
     return rows
 
 

@@ -99,7 +99,7 @@ def _fast_shape(config: EngineConfig, geometry: Geometry, policy: SelectionPolic
     slots = config.fast_bytes // slot
     if slots < geometry.layers:
         raise CapacityError(
-            f"fast_tier={format_bytes(config.fast_bytes)} is too small for this model: one block of "
+            f"fast_tier={format_bytes(config.fast_bytes)} is too small for this model: a block of "
             f"{config.kv.block} tokens takes {format_bytes(slot * geometry.layers)} over "
             f"{geometry.layers} layers; give the fast tier more"
         )

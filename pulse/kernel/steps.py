@@ -306,9 +306,7 @@ class Machine:
         def ahead(index: int) -> None:
             plan = pieces[index][1] if index < len(pieces) else None
             recalls.append(
-                None
-                if plan is None
-                else asyncio.create_task(self.recall(plan, Work.PREFILL, request))
+                None if plan is None else asyncio.create_task(self._recall_twice(plan, request))
             )
 
         try:
@@ -318,19 +316,22 @@ class Machine:
                 ahead(index + 1)
                 if arriving is not None:
                     await arriving
-                await self.compute(
-                    kind,
-                    Work.PREFILL,
-                    request,
-                    lambda _, piece=piece: use(state, layer, piece),
-                    layer=layer,
-                    requests=1,
-                )
+
+                def step(_: Milestone, piece: Any = piece) -> None:
+                    use(state, layer, piece)
+
+                await self.compute(kind, Work.PREFILL, request, step, layer=layer, requests=1)
         finally:
             under_way = [task for task in recalls if task is not None and not task.done()]
             for task in under_way:
                 task.cancel()
             await settle(*under_way)
+
+    async def _recall_twice(self, plan: TransferPlan, request: str) -> None:
+        try:
+            await self.recall(plan, Work.PREFILL, request)
+        except PulseError:
+            await self.recall(plan, Work.PREFILL, request)
 
     # -- lanes -------------------------------------------------------------------------------
 

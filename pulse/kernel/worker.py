@@ -86,7 +86,7 @@ class Worker:
     def _do(self, function: Callable[[], Any], landing: Landing[Any]) -> None:
         try:
             outcome: tuple[Any, BaseException | None] = (function(), None)
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the landing
+        except BaseException as error:  # it belongs to whoever awaits the landing
             outcome = (None, error)
         self._land(landing, *outcome)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pulse.testing.loop import Deadlock, InlineWorker, VirtualLoop, run
 from pulse.testing.null import (
     NullCache,
     NullExecutor,
@@ -12,10 +13,14 @@ from pulse.testing.null import (
 )
 
 __all__ = [
+    "Deadlock",
+    "InlineWorker",
     "NullCache",
     "NullExecutor",
     "NullPolicy",
     "NullStore",
     "NullTransfer",
+    "VirtualLoop",
     "null_reference",
+    "run",
 ]

@@ -66,7 +66,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Run `callback` at the loop's `step`-th step, or never if it does not come to it."""
         self._at_step.setdefault(max(step, self.steps + 1), []).append(callback)
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:
+    def run_in_executor(self, *_: Any) -> NoReturn:  # type: ignore[override]
         """Refuse: a thread takes real time."""
         raise RuntimeError("a virtual loop cannot wait for a thread; use an InlineWorker")
 

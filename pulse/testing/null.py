@@ -141,7 +141,7 @@ class NullStore:
 class NullTransfer:
     """A `TransferEngine` that takes `delay(plan)` seconds of the loop's time per plan."""
 
-    def __init__(self, delay: Callable[[TransferPlan], float] = lambda plan: 0.0) -> None:
+    def __init__(self, delay: Callable[[TransferPlan], float] = lambda _: 0.0) -> None:
         self.delay = delay
 
     def supports(self, source: BlockStore, target: BlockStore) -> bool:

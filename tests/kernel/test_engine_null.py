@@ -664,7 +664,6 @@ def test_a_transfer_that_fails_once_is_repeated(
     check_repeated(Nth(*what, which), late, policy, seed)
 
 
-@pytest.mark.xfail(reason="Machine._stream does not repeat a recall of the prefix", strict=True)
 @pytest.mark.parametrize("which", [1, 2, 5])
 def test_a_recall_of_the_prefix_that_fails_once_is_repeated(which: int) -> None:
     check_repeated(Nth("recall", False, which))
@@ -693,7 +692,7 @@ def test_recalls_that_fail_late_in_decode_fail_their_request_alone() -> None:
 # -- failing plugins -----------------------------------------------------------------------------
 
 
-class Broken(ZeroDivisionError):
+class BrokenError(ZeroDivisionError):
     """What a broken plugin raises."""
 
 
@@ -708,7 +707,7 @@ class BrokenExecutor(NullExecutor):
         if method == self.method and any(s.request == VICTIM for s in batch.sequences):
             self.calls += 1
             if self.calls > self.after:
-                raise Broken("a broken executor")
+                raise BrokenError("a broken executor")
 
     def embed(self, batch: Any) -> Any:
         self._break("embed", batch)
@@ -742,7 +741,7 @@ def test_an_executor_that_raises_for_one_fails_that_one(
 
     async def main() -> None:
         async with Rig(setup) as rig:
-            await fails_alone(rig, Broken)
+            await fails_alone(rig, BrokenError)
 
     run(main(), seed=seed)
 
@@ -762,7 +761,7 @@ class BrokenPolicy(Scattered):
         if self.after >= 0:
             return selected
         if self.how == "raises":
-            raise Broken("a broken policy")
+            raise BrokenError("a broken policy")
         at = view.sequences.index(VICTIM)
         if self.how == "short":
             return selected[:at]
@@ -801,7 +800,7 @@ class BrokenText(NullExecutor):
                 if str(number) == VICTIM:
                     plain.seen = getattr(plain, "seen", 0) + 1  # type: ignore[attr-defined]
                     if plain.seen > 3:  # type: ignore[attr-defined]
-                        raise Broken("a broken decoder")
+                        raise BrokenError("a broken decoder")
                 return push(token)
 
             plain.push = broken  # type: ignore[method-assign]
@@ -814,7 +813,7 @@ class BrokenText(NullExecutor):
 def test_a_decoder_that_raises_fails_that_request(admit: str) -> None:
     async def main() -> None:
         async with Rig(Setup(executor=BrokenText(), admit=admit)) as rig:
-            await fails_alone(rig, Broken)
+            await fails_alone(rig, BrokenError)
 
     run(main())
 
@@ -830,7 +829,7 @@ class Rule:
 
 
 def raises(_: Sequence[int]) -> Any:
-    raise Broken("a broken rule")
+    raise BrokenError("a broken rule")
 
 
 @pytest.mark.parametrize("answer", [raises, lambda waiting: [], lambda waiting: 3])
@@ -848,7 +847,7 @@ def test_a_broken_rule_fails_requests_and_strands_none(answer: Any) -> None:
 def test_a_rule_that_breaks_later_spares_what_runs() -> None:
     def answer(waiting: Sequence[int]) -> Any:
         if max(waiting) > 20:
-            raise Broken("too long for this rule")
+            raise BrokenError("too long for this rule")
         return [Placement.NORMAL] * len(waiting)
 
     async def main() -> None:
@@ -857,7 +856,7 @@ def test_a_rule_that_breaks_later_spares_what_runs() -> None:
             await asyncio.sleep(0.004)
             with pytest.raises(RequestFailed) as caught:
                 await rig.generate(prompt_of(30), 10).result()
-            assert isinstance(caught.value.__cause__, Broken)
+            assert isinstance(caught.value.__cause__, BrokenError)
             await good
             await rig.check(prompt_of(6), 10)
 
@@ -885,7 +884,7 @@ class BrokenArbiter:
     def choose(self, waiting: Sequence[Operation], in_flight: Sequence[Operation]) -> Operation:
         self.left -= 1
         if self.left < 0:
-            raise Broken("a broken arbiter")
+            raise BrokenError("a broken arbiter")
         return waiting[-1]
 
 
@@ -908,11 +907,11 @@ def test_a_failing_cache_fails_the_request_that_it_opens(after: int) -> None:
 
             def broken(request: str, tokens: int, placement: Placement) -> Any:
                 if request == VICTIM and next(opened) >= 0:
-                    raise Broken("a broken cache")
+                    raise BrokenError("a broken cache")
                 return original(request, tokens, placement)
 
             cache.open = broken  # type: ignore[method-assign]
-            await fails_alone(rig, Broken)
+            await fails_alone(rig, BrokenError)
 
     run(main())
 

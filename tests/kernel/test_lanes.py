@@ -52,8 +52,8 @@ class Recorder(Instrument):
 
     def check(self) -> None:
         assert self.running == 0
-        for id, events in self.events.items():
-            operation = self.operations[id]
+        for number, events in self.events.items():
+            operation = self.operations[number]
             assert events[0] == "submitted"
             assert events[-1] in ("done", "failed", "cancelled")
             middle = events[1:-1]

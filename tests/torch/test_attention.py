@@ -415,6 +415,20 @@ def test_plan_hot_notices_that_the_block_being_written_is_gone() -> None:
     assert planned(model, [2]) == NOT_RESIDENT
 
 
+def test_a_refused_plan_changes_nothing() -> None:
+    model = Model([(5, 8), (5, 8)], planes=1, groups=1, sink=2, local=2)
+    first, second = model.sequences
+    first.start = second.start = 9 * model.BLOCK
+    model.step([first, second], 0, np.array([[[3, 4]], [[3, 4]]]))
+    before = model.resident.copy(), model.stamp.copy()
+    refused = model.plan([first, second], 0, np.array([[[5, 6]], [[5, 99]]]))
+    assert refused.misses == OUT_OF_RANGE
+    second.start += model.BLOCK + 1
+    refused = model.plan([first, second], 0, np.array([[[5, 6]], [[5, 6]]]))
+    assert refused.misses == NOT_RESIDENT
+    np.testing.assert_array_equal((model.resident, model.stamp), before)
+
+
 def test_plan_hot_looks_only_at_a_sequence_s_own_columns() -> None:
     # The longer sequence holds block 0 in a column that the shorter one does not have.
     model = Model([(8, 8), (2, 3)], planes=1, groups=1, sink=0, local=1)

@@ -168,13 +168,12 @@ class Drawn:
 def test_sparse_attention_reads_what_was_selected(
     models: Models, block: int, groups: int, fast_tier: str
 ) -> None:
-    # 24 requests' worth of blocks drawn anew every few steps: most of them have to be recalled.
     name, length, count = "llama", 301, 40
     policy = Drawn(block, groups)
 
     @cache
     def mask(size: int) -> torch.Tensor:
-        return policy.mask(length, 4, size)
+        return policy.mask(length, 4, size)  # the prompt's own tokens see everything
 
     prompt = models.masked_prompt(name, length, count, mask)
     reference = models.greedy(name, prompt, count, mask)
@@ -233,6 +232,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lockstep": {"schedule": "lockstep"},
     "disk": {"slow_tier": "disk"},
     "everything kept": {"hot_factor": 100.0},
+    "short chunks": {"chunk": 48},
     "nothing kept": {"hot_factor": 1.0, "schedule": "lockstep"},
     "disk, torch-copy, lockstep": {
         "slow_tier": "disk",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference import run
 from train_recall_model import make_prompt
 
 import pulse
@@ -77,6 +77,7 @@ async def answer(policy: str) -> Answers:
         budget=BUDGET,
         sink=SINK,
         local=LOCAL,
+        threads=1,
         instruments=[traffic],
     ) as engine:
         encode = engine.parts.executor.tokenizer.encode
@@ -102,7 +103,7 @@ async def answer(policy: str) -> Answers:
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Answers]:
     policies = ("full", "solohead", "headwise", "sink-window")
-    return {policy: asyncio.run(answer(policy)) for policy in policies}
+    return {policy: run(answer(policy)) for policy in policies}
 
 
 def test_full_attention_finds_the_needles(answers: dict[str, Answers]) -> None:
@@ -164,7 +165,7 @@ async def found(**options: Any) -> list[bool]:
 
 @pytest.mark.skipif(not SMOLLM2.exists(), reason=f"{SMOLLM2} is absent; set PULSE_SMOLLM2")
 def test_a_real_model_finds_a_number_in_prose() -> None:
-    full = asyncio.run(found(admit="threshold:100000"))
-    sparse = asyncio.run(found(admit="threshold:0", select="solohead", budget=512))
+    full = run(found(admit="threshold:100000"))
+    sparse = run(found(admit="threshold:0", select="solohead", budget=512))
     assert sum(full) >= DEPTHS - 2
     assert sum(sparse) >= sum(full)
