@@ -10,7 +10,14 @@ from rich.console import Console
 from pulse.cli.demo import demo
 from pulse.cli.doctor import doctor, plugins
 from pulse.cli.generate import generate
-from pulse.errors import ConfigError, ModelError, PulseError, RequestError, StoreError
+from pulse.errors import (
+    ConfigError,
+    ModelError,
+    PulseError,
+    RequestError,
+    RequestFailed,
+    StoreError,
+)
 
 __all__ = ["app", "main"]
 
@@ -53,5 +60,7 @@ def _mendable(error: BaseException | None) -> bool:
     return isinstance(error, ConfigError | ModelError | RequestError | StoreError)
 
 
-def _text(error: PulseError) -> str:
+def _text(error: BaseException) -> str:
+    if isinstance(error, RequestFailed) and error.__cause__ is not None:
+        return _text(error.__cause__)  # with one request, what failed it says it all
     return f"{type(error).__name__}: {error}".replace("[", r"\[")
