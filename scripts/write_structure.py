@@ -17,7 +17,11 @@ def structure() -> str:
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*.py")
     )
-    lines = ["# Structure", "", "One line per module; `python scripts/write_structure.py` writes it."]
+    lines = [
+        "# Structure",
+        "",
+        "One line per module; `python scripts/write_structure.py` writes it.",
+    ]
     for folder, group in groupby(modules, key=lambda pair: pair[0]):
         lines += ["", f"## `{folder}/`", "", "| module | what it is |", "|---|---|"]
         lines += [f"| `{path.name}` | {_summary(path)} |" for _, path in group]

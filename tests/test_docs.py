@@ -1,4 +1,4 @@
-"""The documents say what is: snippets run, the structure page is current, names are the real ones."""
+"""The documents say what is: snippets run, names are the real ones, links lead somewhere."""
 
 from __future__ import annotations
 

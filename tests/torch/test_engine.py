@@ -1,0 +1,208 @@
+"""The engine with real tensors: it gives everything back, and stays within its limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_recall_model import make_prompt
+
+import pulse
+from pulse.errors import CapacityError, EngineClosed, PromptError, RequestFailed, SamplingError
+
+MODEL = Path(__file__).parents[1] / "models" / "recall-tiny"
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "budget": 256,
+    "fast_tier": "4MiB",
+    "slow_limit": "32MiB",
+    "threads": 1,
+}
+
+
+def loops() -> list[Any]:
+    factories: list[Any] = [pytest.param(asyncio.new_event_loop, id="asyncio")]
+    try:
+        import uvloop
+    except ImportError:
+        return factories
+    return [*factories, pytest.param(uvloop.new_event_loop, id="uvloop")]
+
+
+def run_on(loop: Callable[[], Any], main: Coroutine[Any, Any, Any]) -> None:
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main)
+        left = asyncio.all_tasks(runner.get_loop())
+    assert not left
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("pulse")]
+
+
+def assert_empty(engine: pulse.Engine) -> None:
+    assert engine.parts.fast.used_bytes == 0
+    assert engine.parts.slow.used_bytes == 0
+
+
+@pytest.mark.parametrize("loop", loops())
+@pytest.mark.parametrize("slow", ["host", "disk"])
+def test_cancelling_at_any_event_gives_everything_back(
+    loop: Callable[[], Any], slow: str, tmp_path: Path
+) -> None:
+    prompt = make_prompt(700, 4, 1)[0]
+
+    class At(pulse.Instrument):
+        """Closes a stream at the n-th operation that starts."""
+
+        def __init__(self) -> None:
+            self.left, self.close = 0, lambda: None
+
+        def operation_started(self, operation: Any) -> None:
+            self.left -= 1
+            if self.left == 0:
+                self.close()
+
+    async def main() -> None:
+        at = At()
+        tier = "host" if slow == "host" else f"disk:{tmp_path / 'kv'}"
+        options = {**OPTIONS, "slow_tier": tier, "admit": "threshold:0", "instruments": [at]}
+        async with pulse.Engine(MODEL, **options) as engine:
+            whole = await engine.generate(prompt, max_tokens=24).result()
+            for moment in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89):
+                neighbour = engine.generate(prompt, max_tokens=24)
+                stream = engine.generate(prompt, max_tokens=24)
+                reader = asyncio.create_task(stream.result())
+                at.left, at.close = moment, reader.cancel
+                with pytest.raises(asyncio.CancelledError):
+                    await reader
+                assert (await neighbour.result()).token_ids == whole.token_ids
+                await stream.aclose()
+                assert_empty(engine)
+
+    run_on(loop, main())
+
+
+@pytest.mark.parametrize("loop", loops())
+def test_closing_the_engine_in_the_middle_ends_every_stream(loop: Callable[[], Any]) -> None:
+    async def main() -> None:
+        engine = pulse.Engine(MODEL, **OPTIONS)
+        await engine.open()
+        streams = [engine.generate("f1 f2 f3", max_tokens=4000, ignore_eos=True) for _ in range(3)]
+        async for _ in streams[0]:
+            break
+        await engine.aclose()
+        for stream in streams:
+            completion = await stream.result()
+            assert completion.finish_reason == "cancelled"
+        with pytest.raises(EngineClosed):
+            engine.generate("f1")
+
+    run_on(loop, main())
+
+
+def test_bad_requests_fail_alone() -> None:
+    async def main() -> None:
+        async with pulse.Engine(MODEL, **{**OPTIONS, "slow_limit": "8MiB"}) as engine:
+            good = engine.generate("n1:2 f1 f2 q1", max_tokens=1)
+            with pytest.raises(SamplingError, match="nan"):
+                engine.generate("f1", temperature=float("nan"))
+            for prompt, error in (
+                ("", PromptError),
+                ([], PromptError),
+                ([99_999], PromptError),
+                ("f1 " * 16_384, PromptError),
+                ([{"role": "user", "content": "f1"}], PromptError),
+                ("f1 " * 16_000, RequestFailed),  # its slow tier is too small
+            ):
+                with pytest.raises(error) as raised:
+                    await engine.generate(prompt).result()
+                if error is RequestFailed:
+                    assert isinstance(raised.value.__cause__, CapacityError)
+            assert (await good.result()).text == "v2"
+            assert_empty(engine)
+
+    asyncio.run(main())
+
+
+MEMORY = """
+import asyncio, json, resource, sys
+import pulse
+sys.path.insert(0, "scripts")
+from train_recall_model import make_prompt
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+class Peak(pulse.Instrument):
+    base = peak = 0
+    def operation_ended(self, operation, report):
+        self.peak = max(self.peak, resident())
+
+async def main(path):
+    peak = Peak()
+    async with pulse.Engine(
+        "tests/models/recall-tiny", dtype="float32", budget=256, chunk=128, fast_tier="1MiB",
+        slow_tier=f"disk:{path}", slow_limit="64MiB", admit="threshold:0", threads=1,
+        instruments=[peak],
+    ) as engine:
+        await engine.generate(make_prompt(300, 4, 1)[0], max_tokens=8).result()
+        peak.base = peak.peak = resident()
+        await engine.generate(make_prompt(12000, 4, 1)[0], max_tokens=8).result()
+        fast, slow = engine.parts.fast, engine.parts.slow
+        print(json.dumps({
+            "grown": peak.peak - peak.base, "fast": [fast.peak_bytes, fast.limit_bytes],
+            "slow": [slow.peak_bytes, slow.limit_bytes],
+        }))
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read there")
+def test_resident_memory_stays_within_the_fast_tier_when_kv_goes_to_disk(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path / "kv")],
+        cwd=MODEL.parents[2],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    kv = 12_000 * 2 * 2 * 2 * 32 * 4
+    assert data["slow"][0] >= kv > 10 * data["fast"][1]
+    for tier in ("fast", "slow"):
+        assert 0 < data[tier][0] <= data[tier][1]
+    # Activations of a chunk, block tables and the allocator's slack come on top of the tier.
+    assert data["grown"] < data["fast"][1] + 6 * (1 << 20) < kv
+
+
+@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a limit on file sizes")
+def test_a_full_disk_is_a_typed_error(tmp_path: Path) -> None:
+    code = (
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20));"
+        "from pulse.cli import main; main()"
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", code, "generate", "--model", str(MODEL), "--prompt", "f1"),
+            *("--slow-tier", f"disk:{tmp_path / 'kv'}", "--fast-tier", "4MiB"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "StoreError" in done.stderr
+    assert str(tmp_path) in done.stderr
+    assert list(tmp_path.iterdir()) == []
