@@ -114,7 +114,7 @@ class Models:
         if name not in self._models:
             model = _random_model(CONFIGS[name]())
             model.save_pretrained(self.folder / name)
-            _tokenizer().save_pretrained(self.folder / name)
+            word_tokenizer().save_pretrained(self.folder / name)
             self._models[name] = model
         return self._models[name]
 
@@ -163,7 +163,7 @@ def _random_model(config: Any) -> Any:
     return model
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def word_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0")
