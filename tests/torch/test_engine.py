@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +228,37 @@ def test_a_full_disk_is_a_typed_error(tmp_path: Path) -> None:
     assert "StoreError" in done.stderr
     assert str(tmp_path) in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def python_calls(context: int, select: str) -> list[int]:
+    """Python functions that the compute worker enters in each decode step."""
+    calls = 0
+    marks: list[int] = []
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    class Mark(pulse.Instrument):
+        def token(self, request: str, index: int) -> None:
+            marks.append(calls)
+
+    async def main() -> None:
+        options = {**OPTIONS, "select": select, "admit": "threshold:0", "instruments": [Mark()]}
+        async with pulse.Engine(MODEL, **options) as engine:
+            prompt = make_prompt(context, 4, 1)[0]
+            await engine.generate(prompt, max_tokens=16, ignore_eos=True).result()
+
+    threading.setprofile(count)  # for threads that start from now on
+    try:
+        asyncio.run(main())
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+    return sorted(after - before for before, after in pairwise(marks))
+
+
+@pytest.mark.parametrize("select", ["solohead", "headwise", "sink-window"])
+def test_a_decode_step_does_no_python_work_in_proportion_to_the_context(select: str) -> None:
+    short, long = python_calls(1000, select), python_calls(8000, select)
+    # A step with a recall builds one plan more than a step without; nothing grows with the context.
+    assert short[0] * 0.9 < long[len(long) // 2] < short[-1] * 1.1
