@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pulse.hookspecs import Build
-from pulse.types import Batch, Placement, SamplingParams, Work
+from pulse.types import Batch, KVConfig, Placement, SamplingParams, Work
 from pulse_torch.attention import (
     BlockTable,
     Partial,
@@ -55,7 +55,7 @@ class State:
     chunk_slots: Piece | None = None
     window: tuple[Tensor, Tensor] | None = None
     partial: Partial | None = None
-    sink_lse: Tensor | None = None
+    pinned_lse: Tensor | None = None
     lse: Tensor | None = None
 
     @property
@@ -131,7 +131,7 @@ class TorchExecutor:
     @torch.inference_mode()
     def qkv(self, state: State, layer: int) -> Tensor:
         """Project and rotate; the query ``[tokens, q_heads, head_dim]`` is returned."""
-        state.partial = state.sink_lse = None
+        state.partial = state.pinned_lse = None
         state.q, state.k, state.v = self._decoder.qkv(state.h, layer, state.positions)
         query: Tensor = state.q
         return query
@@ -142,9 +142,21 @@ class TorchExecutor:
         assert self._cache is not None
         keys, values = self._cache.read(piece.slots)
         part = attend_piece(state.q.transpose(0, 1), keys, values, self.spec.scale)
-        if piece.first == 0:
-            state.sink_lse = part.lse
         state.partial = merge(state.partial, part)
+        if state.batch.sample and state.offload:
+            self._note_pinned(state, piece, keys, part)
+
+    def _note_pinned(self, state: State, piece: Piece, keys: Tensor, part: Partial) -> None:
+        """Keep what the last queries see in the sink and in the prefix's share of their window."""
+        count = self._last_queries(state)
+        if piece.first == 0:
+            seen = part.lse[:, -count:]
+        else:
+            first = piece.first * self._config.block
+            if first + keys.shape[1] <= state.span[1] - count - self._local_tokens:
+                return
+            seen = self._local_lse(state, keys, first)
+        state.pinned_lse = seen if state.pinned_lse is None else seen.logaddexp(state.pinned_lse)
 
     @torch.inference_mode()
     def attend(self, state: State, layer: int, milestone: Callable[[], None]) -> None:
@@ -163,29 +175,46 @@ class TorchExecutor:
         PulseInfer, section "SoloHead selection": per query head the attention weight on middle
         positions, averaged over the query heads of a KV head and over the last queries.
         """
-        assert self._cache is not None and state.lse is not None
-        config = self._cache.config
+        assert state.lse is not None
         first, end = state.span
-        count = min(LAST_QUERIES, end - first)
-        local_from = max(0, end - count - config.local_blocks * config.block - first)
-        query = state.q[-count:].transpose(0, 1)
-        keys = state.k[local_from:].transpose(0, 1)
-        position = torch.arange(end - count, end, device=query.device)[:, None]
-        key_position = torch.arange(first + local_from, end, device=query.device)
-        low = position - config.local_blocks * config.block
-        local = (key_position <= position) & (key_position > low)
-        pinned = self._lse(query, keys, local)
-        total = state.lse[:, -count:]
-        sink = config.sink_blocks * config.block
-        if state.sink_lse is not None:
-            pinned = torch.logaddexp(pinned, state.sink_lse[:, -count:])
-        elif sink and first == 0:
-            key_position = torch.arange(min(sink, end), device=query.device)
-            outside = (key_position <= position) & (key_position <= low)
-            keys = state.k[: min(sink, end)].transpose(0, 1)
-            pinned = torch.logaddexp(pinned, self._lse(query, keys, outside))
-        middle = (1 - torch.exp(pinned - total)).clamp_(min=0).mean(-1)
+        count = self._last_queries(state)
+        near = max(0, end - count - self._local_tokens - first)
+        pinned = self._local_lse(state, state.k[near:].transpose(0, 1), first + near)
+        if state.pinned_lse is not None:
+            pinned = torch.logaddexp(pinned, state.pinned_lse)
+        elif first == 0:
+            pinned = torch.logaddexp(pinned, self._own_sink_lse(state))
+        middle = (1 - torch.exp(pinned - state.lse[:, -count:])).clamp_(min=0).mean(-1)
         return middle.view(self.geometry.kv_heads, -1).mean(-1)
+
+    @property
+    def _config(self) -> KVConfig:
+        assert self._cache is not None
+        return self._cache.config
+
+    @property
+    def _local_tokens(self) -> int:
+        return self._config.local_blocks * self._config.block
+
+    def _last_queries(self, state: State) -> int:
+        return min(LAST_QUERIES, len(state.h))
+
+    def _local_lse(self, state: State, keys: Tensor, first: int) -> Tensor:
+        """What the last queries see of `keys`, which start at `first`, in their local window."""
+        count = self._last_queries(state)
+        position = state.positions[-count:, None]
+        key_position = torch.arange(first, first + keys.shape[1], device=keys.device)
+        local = (key_position <= position) & (key_position > position - self._local_tokens)
+        return self._lse(state.q[-count:].transpose(0, 1), keys, local)
+
+    def _own_sink_lse(self, state: State) -> Tensor:
+        """What the last queries see of the sink, where prompt and sink are in one chunk."""
+        count = self._last_queries(state)
+        size = min(self._config.sink_blocks * self._config.block, len(state.h))
+        position = state.positions[-count:, None]
+        outside = torch.arange(size, device=position.device) <= position - self._local_tokens
+        keys = state.k[:size].transpose(0, 1)
+        return self._lse(state.q[-count:].transpose(0, 1), keys, outside)
 
     def _lse(self, query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
         """Log-sum-exp of the masked scores, ``[q_heads, queries]``; -inf where none is left."""
