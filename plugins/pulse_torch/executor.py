@@ -173,7 +173,9 @@ class TorchExecutor:
         """Middle attention mass of the chunk's last queries, ``[kv_heads]`` float32.
 
         PulseInfer, section "SoloHead selection": per query head the attention weight on middle
-        positions, averaged over the query heads of a KV head and over the last queries.
+        positions, averaged over the last queries. A KV head's mass is that of its query head which
+        looks at the middle most, not their mean as in the paper: a single query head that
+        retrieves is what selection is for (see ``docs/log.md``).
         """
         assert state.lse is not None
         first, end = state.span
@@ -185,7 +187,7 @@ class TorchExecutor:
         elif first == 0:
             pinned = torch.logaddexp(pinned, self._own_sink_lse(state))
         middle = (1 - torch.exp(pinned - state.lse[:, -count:])).clamp_(min=0).mean(-1)
-        return middle.view(self.geometry.kv_heads, -1).mean(-1)
+        return middle.view(self.geometry.kv_heads, -1).amax(-1)
 
     @property
     def _config(self) -> KVConfig:

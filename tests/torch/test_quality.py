@@ -13,6 +13,7 @@ from reference import run
 from train_recall_model import make_prompt
 
 import pulse
+from pulse.cli.demo import QUESTION
 from pulse.ports import Instrument
 from pulse.types import LaneName, Operation, Placement, TransferReport
 
@@ -130,34 +131,23 @@ def test_they_came_from_the_slow_tier(answers: dict[str, Answers], policy: str) 
 # -- SmolLM2 ---------------------------------------------------------------------------------------
 
 DEPTHS = 10
-WORDS = 1500  # some 2,000 tokens
-LEAD_IN = "The magic number is"
+CHARACTERS = 8000  # some 2,000 tokens
 
 
 def story(depth: int) -> tuple[str, str]:
     """Prose that hides a number at one of `DEPTHS` depths, then the question; and the number."""
     number = str(random.Random(depth).randrange(10_000, 100_000))
-    sentences = PROSE.read_text(encoding="utf-8").replace("\n", " ").split(". ")
-    kept, words = [], 0
-    for sentence in sentences:
-        words += len(sentence.split())
-        if words > WORDS:
-            break
-        kept.append(sentence)
-    kept.insert(round(len(kept) * (depth + 0.5) / DEPTHS), f"{LEAD_IN} {number}")
-    return f"{'. '.join(kept)}.\n\nWhat is the magic number?", number
+    prose = PROSE.read_text(encoding="utf-8")[:CHARACTERS]
+    cut = prose.find(". ", int(len(prose) * (depth + 0.5) / DEPTHS * 0.97)) + 1
+    hidden = f"{prose[:cut]} The special magic number is {number}.{prose[cut:]}"
+    return f"{hidden}\n\n{QUESTION}", number
 
 
 async def found(**options: Any) -> list[bool]:
-    """Whether each number is told; the answer's first words are given, so decode steps tell it."""
+    """Whether each number is told; the first token alone comes from the dense prefill."""
     stories = [story(depth) for depth in range(DEPTHS)]
     async with pulse.Engine(SMOLLM2, fast_tier="256MiB", **options) as engine:
-        forced = tuple(engine.parts.executor.tokenizer.encode(LEAD_IN, chat=False))
-        length = len(forced) + 7
-        streams = [
-            engine.generate(text, chat=True, forced=forced, max_tokens=length, ignore_eos=True)
-            for text, _ in stories
-        ]
+        streams = [engine.generate(text, chat=True, max_tokens=20) for text, _ in stories]
         done = [await stream.result() for stream in streams]
     assert all(1500 < completion.usage.prompt_tokens < 3000 for completion in done)
     return [number in one.text for one, (_, number) in zip(done, stories, strict=True)]
