@@ -160,13 +160,14 @@ class TorchKVCache:
         slow = slots = np.empty(0, np.int64)
         digests = hot.digest_bytes if hot is not None else 0
         try:
+            if columns:
+                slow = self.slow.allocate(blocks)
             slots = self.fast.allocate(sum(rings) + columns)
             if digests:
                 self.fast.reserve(digests)
-            if columns:
-                slow = self.slow.allocate(blocks)
         except BaseException:
             self.fast.free(slots)
+            self.slow.free(slow)
             raise
         row = self.pool.take(blocks, hot.usable if columns and hot is not None else 0)
         self.pool.set_rings(row, rings, slots[: sum(rings)])
