@@ -474,3 +474,14 @@ def test_whatever_happens_every_operation_ends_once(
         return bench.kernel.now(), [(o.kind, o.started, o.ended, o.status) for o in operations]
 
     assert repr(run(main(), seed=seed)) == repr(run(main(), seed=seed))  # NaN is itself here
+
+
+def test_the_clock_is_finer_than_the_loops_where_that_is_coarse() -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def ticks() -> int:
+        kernel = Kernel(IRQ(), Instruments())
+        return len({kernel.now() for _ in range(1000)})
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(ticks()) > 10  # its own clock stands still within an iteration
