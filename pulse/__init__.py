@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pulse.engine.engine import Engine
 from pulse.engine.request import Stream
 from pulse.hookspecs import Build, Plugin, StoreShape, hookimpl
-from pulse.kernel.worker import Worker
+from pulse.kernel.worker import Landing, Worker
 from pulse.plugins import Plugins
 from pulse.ports import Instrument
 from pulse.types import (
@@ -36,6 +36,7 @@ __all__ = [
     "FinishReason",
     "Instrument",
     "KVConfig",
+    "Landing",
     "Placement",
     "Plugin",
     "Plugins",

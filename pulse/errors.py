@@ -13,9 +13,11 @@ PulseError
 ├── RequestError                one request is at fault; its neighbours go on
 │   ├── PromptError             an empty prompt, or one over the model's limit
 │   ├── SamplingError           an unusable sampling parameter
+│   ├── Overloaded              too many requests wait already; try again later
 │   └── RequestFailed           the request was accepted and failed; ``__cause__`` says why
 ├── TransferError               a recall or a write-back failed
-│   └── ChecksumError           a block read from disk is not the block that was written
+│   ├── ChecksumError           a block read from disk is not the block that was written
+│   └── TransferTimeout         a transfer did not end in time
 ├── StoreError                  a tier cannot be created, or has no room left
 ├── SelectionError              a selection policy returned blocks it may not select
 └── EngineClosed                the engine is closed, or not open yet
@@ -35,6 +37,7 @@ __all__ = [
     "ModelError",
     "ModelFormatError",
     "ModelNotFound",
+    "Overloaded",
     "PluginNotFound",
     "PluginUnavailable",
     "PromptError",
@@ -45,6 +48,7 @@ __all__ = [
     "SelectionError",
     "StoreError",
     "TransferError",
+    "TransferTimeout",
     "UnsupportedModel",
 ]
 
@@ -101,6 +105,10 @@ class SamplingError(RequestError, ValueError):
     """An unusable sampling parameter."""
 
 
+class Overloaded(RequestError):
+    """Too many requests wait already; the service should answer "try again later" (HTTP 503)."""
+
+
 class RequestFailed(RequestError):
     """The request was accepted and failed; ``__cause__`` says why."""
 
@@ -111,6 +119,10 @@ class TransferError(PulseError):
 
 class ChecksumError(TransferError):
     """A block read from disk is not the block that was written."""
+
+
+class TransferTimeout(TransferError):
+    """A transfer did not end in time; its slots stay quarantined until it does."""
 
 
 class StoreError(PulseError):

@@ -91,5 +91,10 @@ def pulse_arbiters() -> list[Plugin]:  # type: ignore[empty-body]
 
 
 @hookspec
+def pulse_arrays() -> list[Plugin]:  # type: ignore[empty-body]
+    """Arrays of a tensor library for conformance kits: see `pulse.testing.arrays.Arrays`."""
+
+
+@hookspec
 def pulse_diagnostics() -> list[tuple[str, bool, str]]:  # type: ignore[empty-body]
     """Checks for ``pulse doctor``: what was checked, whether it works, what that means or fixes."""

@@ -28,6 +28,7 @@ KINDS = {
     "select": "pulse_selection_policies",
     "admit": "pulse_admission_rules",
     "schedule": "pulse_arbiters",
+    "arrays": "pulse_arrays",
 }
 """Kind of plugin, as the engine's parameters and the command line name it, and its hook."""
 

@@ -7,7 +7,7 @@ another and that the kernel only passes on. Each port names the thread its metho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from pulse.types import (
@@ -15,10 +15,12 @@ from pulse.types import (
     Demand,
     Geometry,
     Operation,
+    Pace,
     Placed,
     Placement,
     SamplingParams,
     SelectionView,
+    StepCosts,
     TransferPlan,
     TransferReport,
 )
@@ -31,6 +33,7 @@ __all__ = [
     "Instrument",
     "KVCache",
     "ModelExecutor",
+    "Sampler",
     "SelectionPolicy",
     "TextDecoder",
     "Tokenizer",
@@ -119,20 +122,29 @@ class BlockStore(Protocol):
 
 @runtime_checkable
 class TransferEngine(Protocol):
-    """Moves units between stores. Called on the loop; the work itself happens elsewhere.
+    """Moves units between stores. The work itself happens elsewhere than on the loop.
 
-    Both methods return only when no byte of the plan can move any more, also when cancelled or
-    failing: whoever awaited them may reuse the slots. A plan with no units is valid.
+    `recall` and `write_back` return an awaitable that ends only when no byte of the plan can move
+    any more, also when it is cancelled or fails: whoever awaited it may reuse the slots. A plan
+    with no units is valid.
+
+    eager: whether calling `recall` starts the transfer at once and may be done from any thread,
+        once it has been called on the loop: the awaitable is a future of that loop. The worker of
+        the compute lane then submits a recall as soon as it has selected, and nobody waits for the
+        submission (PulseInfer, zero-sync submission). Where it is False, calling is done on the
+        loop and a coroutine is good enough.
     """
+
+    eager: bool
 
     def supports(self, source: BlockStore, target: BlockStore) -> bool:
         """Whether units can go from `source` to `target`."""
 
-    async def recall(self, plan: TransferPlan) -> TransferReport:
-        """Slow tier to fast tier. Raises TransferError."""
+    def recall(self, plan: TransferPlan) -> Awaitable[TransferReport]:
+        """Slow tier to fast tier. Raises TransferError when awaited."""
 
-    async def write_back(self, plan: TransferPlan) -> TransferReport:
-        """Fast tier to slow tier. Raises TransferError."""
+    def write_back(self, plan: TransferPlan) -> Awaitable[TransferReport]:
+        """Fast tier to slow tier. Called on the loop. Raises TransferError when awaited."""
 
     async def close(self) -> None:
         """Wait for what is under way and end the engine's threads. Idempotent."""
@@ -178,6 +190,17 @@ class SelectionPolicy(Protocol):
         """
 
 
+class Sampler(Protocol):
+    """What the draws of one request depend on.
+
+    Drawing changes nothing: a step that is repeated, because something in it failed, draws the
+    same token again.
+    """
+
+    def take(self, token: int) -> None:
+        """The draw counts: the next one comes after `token`. On the loop."""
+
+
 @runtime_checkable
 class ModelExecutor(Protocol):
     """The arithmetic of a model, in pieces that can be interleaved. Methods run on compute.
@@ -199,17 +222,28 @@ class ModelExecutor(Protocol):
     def embed(self, batch: Batch) -> Any:
         """Start a step: the state before layer 0."""
 
-    def qkv(self, state: Any, layer: int) -> Any:
-        """Project and rotate; the query ``[tokens, q_heads, head_dim]`` is returned."""
+    def qkv(self, states: Sequence[Any], layer: int) -> Sequence[Any]:
+        """Project and rotate, all states in one pass over the weights.
+
+        The query of each state is returned, ``[tokens, q_heads, head_dim]``.
+        """
+
+    def predict(self, state: Any, layer: int) -> Any:
+        """An estimate of the query that `qkv` will return for `layer`, one layer ahead of it.
+
+        Made from the activations before the layer in between has run (InfiniGen); valid after
+        `qkv` of ``layer - 1``. Nothing is stored.
+        """
 
     def attend_prefix(self, state: Any, layer: int, piece: Any) -> None:
         """Prefill: attend to a piece of the prefix that has landed; partial results are merged."""
 
-    def attend(self, state: Any, layer: int, milestone: Callable[[], None]) -> None:
-        """Attention over what `KVCache.place` laid out, then FFN.
+    def attend(self, states: Sequence[Any], layer: int, milestone: Callable[[], None]) -> None:
+        """Attention over what `KVCache.place` laid out, then FFN in one pass over the weights.
 
-        `milestone` is called when attention is done and the FFN is not: the point at which the
-        next operation may be chosen (PulseInfer, semi-synchronous detection).
+        Several states are those of merged cohorts. `milestone` is called when attention is done
+        and the FFN is not: the point at which the next operation may be chosen (PulseInfer,
+        semi-synchronous detection).
         """
 
     def mass(self, state: Any, layer: int) -> Any:
@@ -218,11 +252,11 @@ class ModelExecutor(Protocol):
         Valid after `attend` of the same layer, for an offloaded sequence whose policy is late.
         """
 
-    def sample(self, state: Any, samplers: Sequence[Any]) -> list[tuple[int, float]]:
+    def sample(self, state: Any, samplers: Sequence[Sampler]) -> list[tuple[int, float]]:
         """A token and its log-probability per sequence; `samplers` come from `sampler`."""
 
-    def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Any:
-        """What one request's draws depend on: its parameters, its generator, its history."""
+    def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Sampler:
+        """What one request's draws depend on: its parameters, its seed, its history."""
 
     def close(self) -> None:
         """Give the weights back. Idempotent."""
@@ -236,12 +270,21 @@ class KVCache(Protocol):
     """
 
     def demand(self, tokens: int, placement: Placement) -> Demand:
-        """Bytes per tier for a sequence that grows to `tokens` tokens."""
+        """Bytes per tier for a sequence of `tokens` tokens."""
 
     def open(self, request: str, tokens: int, placement: Placement) -> Any:
-        """Take the slots for a sequence that grows to `tokens` tokens. Raises StoreError.
+        """Take the slots for a sequence of `tokens` tokens. Raises StoreError.
+
+        An offloaded one never grows beyond them, a normal one does with `grow`.
 
         The handle has an attribute `chunk`: prompt tokens that one prefill chunk of it may have.
+        """
+
+    def grow(self, sequence: Any, tokens: int) -> None:
+        """Take the slots that a normal sequence lacks to hold `tokens` tokens. On the loop.
+
+        Nothing to do for an offloaded one, which took all at `open`. Raises StoreError, and
+        nothing has changed then.
         """
 
     def close(self, sequence: Any) -> None:
@@ -253,6 +296,15 @@ class KVCache(Protocol):
         Plans the block table from the selection (None: no middle block was selected, or all are
         resident anyway), gives the missing blocks slots and returns the recall that fills them.
         Raises SelectionError for a block that may not be selected.
+        """
+
+    def prefetch(self, state: Any, layer: int, selection: Any) -> TransferPlan | None:
+        """Give missing blocks of a predicted selection slots in `layer`; the recall is returned.
+
+        Called before `place` of the same layer and step, for offload cohorts. None where nothing
+        is missing, or where no slots can be given that do not serve another layer. The blocks
+        count as resident for `place`, so attention waits for this recall, and what `place` asks
+        for is recalled only once this one has ended.
         """
 
     def prefix(self, state: Any, layer: int) -> Sequence[tuple[Any, TransferPlan | None]]:
@@ -315,12 +367,16 @@ class Arbiter(Protocol):
 
     def choose(
         self, waiting: Sequence[Operation], in_flight: Sequence[Operation]
-    ) -> Operation | None:
+    ) -> Operation | Sequence[Operation] | None:
         """One of `waiting` (never empty), or None to hold the lane until something ends.
 
-        `in_flight` are the operations now running on any lane. The kernel overrules None when
-        nothing is in flight.
+        Several operations of kind ``layer``, not of prefill and all of the same layer, are
+        computed as one, with a single pass over the weights. `in_flight` are the operations now
+        running on any lane. The kernel overrules None when nothing is in flight.
         """
+
+    def pace(self, costs: StepCosts) -> Pace:
+        """How offloaded sequences step from here on. Asked at the boundaries of their steps."""
 
 
 class Instrument:
@@ -340,16 +396,28 @@ class Instrument:
         """It reached its decision milestone."""
 
     def operation_ended(self, operation: Operation, report: TransferReport | None) -> None:
-        """It is over; `operation.status` is done, failed or cancelled."""
+        """It is over; `operation.status` is done, failed, cancelled or late."""
 
     def selection(self, layer: int, selected: int, missed: int) -> None:
         """A layer of an offload cohort selected that many units and missed so many of them."""
+
+    def step_started(self, cohort: str, requests: tuple[str, ...]) -> None:
+        """A cohort begins a decode step with these members."""
+
+    def step_ended(self, cohort: str, requests: tuple[str, ...]) -> None:
+        """The step is over; its members may change now."""
+
+    def pace_changed(self, pace: Pace) -> None:
+        """The arbiter changed how offloaded sequences step."""
 
     def request_submitted(self, request: str, prompt_tokens: int) -> None:
         """A request arrived."""
 
     def request_admitted(self, request: str, placement: Placement) -> None:
-        """It got its slots; prefill follows."""
+        """It got its slots; prefill follows. Again after it was preempted."""
+
+    def request_preempted(self, request: str, reason: str) -> None:
+        """It gave its slots back and waits to be admitted again; what it said is kept."""
 
     def prefill_progress(self, request: str, done: int, total: int) -> None:
         """So many of its prompt tokens are computed."""
@@ -357,5 +425,8 @@ class Instrument:
     def token(self, request: str, index: int) -> None:
         """It produced its index-th token."""
 
+    def quarantined(self, request: str, transfers: int) -> None:
+        """So many transfers of it are late; its slots cannot be reused before they end (then 0)."""
+
     def request_ended(self, request: str, reason: str) -> None:
-        """It is over and its slots are free."""
+        """It is over: nothing more is said of it, and its slots are free or in quarantine."""

@@ -20,10 +20,12 @@ __all__ = [
     "KVConfig",
     "LaneName",
     "Operation",
+    "Pace",
     "Placed",
     "Placement",
     "SamplingParams",
     "SelectionView",
+    "StepCosts",
     "Token",
     "TransferPlan",
     "TransferReport",
@@ -290,10 +292,19 @@ class Demand:
 class Operation:
     """One unit of work on a lane.
 
-    `kind` says what it does (``embed``, ``layer``, ``prefill``, ``recall``, ``write_back``, …),
-    `work` whom it serves. Times are seconds of the engine's clock; NaN until they happen.
-    `skipped` counts the grants that went to others while this one waited; `decided` is set once
-    the decision milestone is passed.
+    `kind` says what it does (``embed``, ``layer``, ``prefix``, ``recall``, ``write_back``, …),
+    `work` whom it serves, `cohort` names the cohort or, in prefill, the request. Times are seconds
+    of the engine's clock; NaN until they happen.
+
+    requests, shares: the requests that it serves, and of a transfer the bytes of each.
+    priority: the highest among its requests. deadline: the earliest among its requests; of a
+        transfer, when it counts as late.
+    cause: the id of the operation that led to this one: the compute operation that selected what
+        a recall brings, the recall that a compute operation waited for; -1 where there is none.
+    leader: the id of the operation that this one was merged into; -1 where it ran by itself.
+    skipped: grants that went to others while this one waited.
+    decided: set once the decision milestone is passed.
+    status: waiting, running, and at the end done, failed, cancelled or late.
     """
 
     id: int
@@ -302,16 +313,56 @@ class Operation:
     work: Work
     cohort: str
     layer: int = -1
-    requests: int = 0
+    requests: tuple[str, ...] = ()
+    shares: tuple[int, ...] = ()
     bytes: int = 0
     blocks: int = 0
+    priority: int = 0
     deadline: float = math.inf
+    cause: int = -1
+    leader: int = -1
     submitted: float = math.nan
     started: float = math.nan
     ended: float = math.nan
     skipped: int = 0
     decided: bool = False
     status: str = "waiting"
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How offloaded sequences step: in how many cohorts, and whether recalls are predicted.
+
+    cohorts: offload cohorts to spread the sequences over; each costs a pass over the weights and
+        computes while the others wait for their blocks.
+    predict: recall one layer ahead on a selection made with an estimated query (InfiniGen), and
+        correct on arrival.
+    """
+
+    cohorts: int = 1
+    predict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What decode steps of offload cohorts have cost lately, in seconds.
+
+    steps: offload steps observed so far. sequences: offloaded sequences that decode now.
+    others: whether anything else (a normal cohort, a prefill) wants the compute lane.
+    pass_s, sequence_s: a layer's compute, as ``pass_s + sequence_s * sequences``.
+    recall_s: per growing layer, what recalling a whole selection's misses takes per sequence.
+    hit: share of the predicted misses that turned out right.
+    step_s: seconds per step (one token of every sequence) at the current pace; NaN if unknown.
+    """
+
+    steps: int
+    sequences: int
+    others: bool
+    pass_s: float
+    sequence_s: float
+    recall_s: tuple[float, ...]
+    hit: float
+    step_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,17 +14,43 @@ __all__ = ["Threshold", "pulse_admission_rules"]
 class Threshold:
     """Requests up to a fixed number of tokens are normal, longer ones are offloaded.
 
-    The fixed thresholds that PulseInfer compares with (section "IOAA").
+    One that could never fit where its length puts it goes where it can. The fixed thresholds that
+    PulseInfer compares with (section "IOAA").
     """
 
     def __init__(self, tokens: int = 4096) -> None:
         self.tokens = tokens
 
     def admit(self, waiting: Sequence[int], view: AdmissionView) -> list[Placement]:
-        """A placement by length alone; the engine lets wait what does not fit yet."""
+        """A placement by length; the engine lets wait what does not fit yet."""
+        # The longest of each kind speaks for the rest: asking about every request would cost the
+        # loop more than it is worth where thousands wait.
+        longest = {self._wished(tokens): tokens for tokens in sorted({*waiting})}
+        doubtful = {
+            placement
+            for placement, tokens in longest.items()
+            if not _possible(tokens, placement, view)
+        }
         return [
-            Placement.NORMAL if tokens <= self.tokens else Placement.OFFLOAD for tokens in waiting
+            self._wished(tokens)
+            if self._wished(tokens) not in doubtful
+            else _placed(tokens, self._wished(tokens), view)
+            for tokens in waiting
         ]
+
+    def _wished(self, tokens: int) -> Placement:
+        return Placement.NORMAL if tokens <= self.tokens else Placement.OFFLOAD
+
+
+def _placed(tokens: int, wished: Placement, view: AdmissionView) -> Placement:
+    other = Placement.OFFLOAD if wished is Placement.NORMAL else Placement.NORMAL
+    elsewhere = not _possible(tokens, wished, view) and _possible(tokens, other, view)
+    return other if elsewhere else wished
+
+
+def _possible(tokens: int, placement: Placement, view: AdmissionView) -> bool:
+    demand = view.demand(tokens, placement)
+    return demand.fast <= view.fast_limit and demand.slow <= view.slow_limit
 
 
 def _threshold(build: Build) -> Threshold:

@@ -1,61 +1,54 @@
-"""Arbiters of the compute lane: irq, lockstep."""
+"""Arbiters of the compute lane: irq, fair, lockstep, prefetch-one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pulse import Build, Plugin, hookimpl
 from pulse.errors import ConfigError
-from pulse.types import LaneName, Operation, Work
+from pulse_schedule.baselines import Lockstep, PrefetchOne
+from pulse_schedule.irq import IRQ, Fair
 
-__all__ = ["IRQ", "Lockstep", "pulse_arbiters"]
-
-_RANK = {Work.OFFLOAD: 0, Work.NORMAL: 1, Work.PREFILL: 2}
-
-
-class IRQ:
-    """Interruptible layer-wise scheduling (PulseInfer, section "IRQ").
-
-    An offload cohort whose blocks have landed goes first, else the normal cohort's next layer,
-    else a prefill chunk fills the gap. An operation that was passed over `patience` times goes
-    next whatever it is, which bounds every wait (the paper has no such bound).
-    """
-
-    def __init__(self, patience: int = 64) -> None:
-        self.patience = patience
-
-    def choose(self, waiting: Sequence[Operation], in_flight: Sequence[Operation]) -> Operation:
-        """The oldest starved operation, else the best by rank, then by age."""
-        starved = [operation for operation in waiting if operation.skipped >= self.patience]
-        if starved:
-            return min(starved, key=lambda operation: operation.id)
-        return min(waiting, key=lambda operation: (_RANK[operation.work], operation.id))
+__all__ = ["IRQ", "Fair", "Lockstep", "PrefetchOne", "pulse_arbiters"]
 
 
-class Lockstep:
-    """The baseline: nobody computes while a recall is under way (ArkVale, PQCache)."""
-
-    def choose(
-        self, waiting: Sequence[Operation], in_flight: Sequence[Operation]
-    ) -> Operation | None:
-        """First come, first served, and nothing while blocks are on their way."""
-        if any(operation.lane is LaneName.RECALL for operation in in_flight):
-            return None
-        return min(waiting, key=lambda operation: operation.id)
-
-
-def _irq(build: Build) -> IRQ:
+def _patience(build: Build, name: str, default: int) -> int:
     if not build.argument:
-        return IRQ()
+        return default
     if not build.argument.isdecimal() or int(build.argument) < 1:
-        raise ConfigError(f"irq:{build.argument} needs a patience of at least 1 grant, like irq:64")
-    return IRQ(int(build.argument))
+        raise ConfigError(
+            f"{name}:{build.argument} needs a patience of at least 1 grant, like {name}:64"
+        )
+    return int(build.argument)
+
+
+def _bare(build: Build, name: str) -> None:
+    if build.argument:
+        raise ConfigError(f"{name}:{build.argument} is unknown: {name} takes no argument")
+
+
+def _lockstep(build: Build) -> Lockstep:
+    _bare(build, "lockstep")
+    return Lockstep()
+
+
+def _prefetch_one(build: Build) -> PrefetchOne:
+    _bare(build, "prefetch-one")
+    return PrefetchOne()
 
 
 @hookimpl
 def pulse_arbiters() -> list[Plugin]:
     """The arbiters of this package."""
     return [
-        Plugin("irq", _irq, "landed offload cohorts first, then normal layers, then prefill"),
-        Plugin("lockstep", lambda _: Lockstep(), "the baseline: recalls stop all computation"),
+        Plugin(
+            "irq",
+            lambda build: IRQ(_patience(build, "irq", 64)),
+            "landed offload cohorts first, then normal layers, then prefill",
+        ),
+        Plugin(
+            "fair",
+            lambda build: Fair(_patience(build, "fair", 16)),
+            "priorities first, then the earliest deadline, then as irq",
+        ),
+        Plugin("lockstep", _lockstep, "a baseline: recalls stop all computation"),
+        Plugin("prefetch-one", _prefetch_one, "a baseline: recalls one layer ahead, and waits"),
     ]

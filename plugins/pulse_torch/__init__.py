@@ -6,7 +6,13 @@ from typing import Any
 
 from pulse import Build, Plugin, hookimpl
 
-__all__ = ["pulse_block_stores", "pulse_diagnostics", "pulse_model_executors"]
+__all__ = ["pulse_arrays", "pulse_block_stores", "pulse_diagnostics", "pulse_model_executors"]
+
+
+def _arrays(_: Build) -> Any:
+    from pulse_torch.arrays import TorchArrays
+
+    return TorchArrays()
 
 
 def _executor(build: Build) -> Any:
@@ -37,6 +43,12 @@ def pulse_block_stores() -> list[Plugin]:
 
 
 @hookimpl
+def pulse_arrays() -> list[Plugin]:
+    """Tensors and buffers for conformance kits."""
+    return [Plugin("torch", _arrays, "CPU tensors, numpy buffers, for kits", ("torch", "numpy"))]
+
+
+@hookimpl
 def pulse_diagnostics() -> list[tuple[str, bool, str]]:
     """What torch can do here."""
     try:
@@ -44,9 +56,10 @@ def pulse_diagnostics() -> list[tuple[str, bool, str]]:
     except ImportError:
         return [("torch", False, "not installed; pip install -c constraints.txt pulse-llm")]
     from pulse_torch.loaders import resolve_dtype
+    from pulse_torch.threads import default_threads
 
     chosen = str(resolve_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
-    rows = [("CPU", True, f"{torch.get_num_threads()} threads; --dtype auto is {chosen}")]
+    rows = [("CPU", True, f"{default_threads()} compute threads; --dtype auto is {chosen}")]
     if torch.cuda.is_available():
         rows.append(("CUDA", True, f"{torch.cuda.get_device_name(0)}; --device auto uses it"))
     else:

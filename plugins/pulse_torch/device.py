@@ -80,14 +80,14 @@ class DeviceStore:
         """Units to a host buffer, one gather on the device. Raises TransferError."""
         rows = self.tensor.index_select(0, self._index(units))
         torch.from_numpy(out).view(torch.uint8).reshape(rows.shape).copy_(rows)
-        return 1
+        return min(1, len(rows))
 
     def write(self, units: Any, data: Any) -> int:
         """A host buffer to units, one scatter on the device. Raises TransferError."""
         index = self._index(units)
         rows = torch.from_numpy(data).view(torch.uint8).reshape(len(index), self.unit_bytes)
         self.tensor.index_copy_(0, index, rows.to(self.tensor.device))
-        return 1
+        return min(1, len(rows))
 
     def close(self) -> None:
         """Drop the tensor. Idempotent."""

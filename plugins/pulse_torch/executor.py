@@ -25,6 +25,7 @@ from pulse_torch.decoder import Decoder
 from pulse_torch.kv import Piece, TorchKVCache, TorchSequence
 from pulse_torch.loaders import load
 from pulse_torch.sampling import Sampler, sample
+from pulse_torch.threads import default_threads
 
 __all__ = ["State", "TorchExecutor"]
 
@@ -80,13 +81,17 @@ class State:
         return self.sequence.placement is Placement.OFFLOAD
 
 
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
 class TorchExecutor:
     """`pulse.ports.ModelExecutor` for the decoder family of `ModelSpec`."""
 
     def __init__(self, build: Build) -> None:
-        if build.threads is not None:
-            torch.set_num_threads(build.threads)
-            numba.set_num_threads(min(build.threads, numba.config.NUMBA_NUM_THREADS))
+        threads = build.threads or default_threads()
+        torch.set_num_threads(threads)
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         loaded = load(build.model, build.dtype, build.device)
         self.spec = loaded.spec
         self.geometry = loaded.geometry
@@ -129,11 +134,28 @@ class TorchExecutor:
         )
 
     @torch.inference_mode()
-    def qkv(self, state: State, layer: int) -> Tensor:
-        """Project and rotate; the query ``[tokens, q_heads, head_dim]`` is returned."""
-        state.partial = state.pinned_lse = None
-        state.q, state.k, state.v = self._decoder.qkv(state.h, layer, state.positions)
-        query: Tensor = state.q
+    def qkv(self, states: Sequence[State], layer: int) -> list[Tensor]:
+        """Project and rotate; the query of each state is returned, ``[tokens, q_heads, head_dim]``.
+
+        All states go through the weights together.
+        """
+        h, positions = _joined([s.h for s in states]), _joined([s.positions for s in states])
+        q, k, v = self._decoder.qkv(h, layer, positions)
+        low = 0
+        for state in states:
+            part = slice(low, low + len(state.h))
+            state.partial = state.pinned_lse = None
+            state.q, state.k, state.v = q[part], k[part], v[part]
+            low = part.stop
+        return [state.q for state in states]
+
+    @torch.inference_mode()
+    def predict(self, state: State, layer: int) -> Tensor:
+        """The query that `layer` would have if the layer before it did nothing.
+
+        InfiniGen: a residual stream changes little from layer to layer.
+        """
+        query: Tensor = self._decoder.qkv(state.h, layer, state.positions)[0]
         return query
 
     @torch.inference_mode()
@@ -159,14 +181,21 @@ class TorchExecutor:
         state.pinned_lse = seen if state.pinned_lse is None else seen.logaddexp(state.pinned_lse)
 
     @torch.inference_mode()
-    def attend(self, state: State, layer: int, milestone: Callable[[], None]) -> None:
-        """Attention over what `TorchKVCache.place` laid out, then FFN."""
+    def attend(self, states: Sequence[State], layer: int, milestone: Callable[[], None]) -> None:
+        """Attention over what `TorchKVCache.place` laid out, then FFN for all states together."""
+        attention = _joined([self._attention(state, layer) for state in states])
+        h = self._decoder.finish(_joined([s.h for s in states]), attention, layer, milestone)
+        low = 0
+        for state in states:
+            high = low + len(state.h)
+            state.h = h[low:high]
+            low = high
+
+    def _attention(self, state: State, layer: int) -> Tensor:
         if state.batch.work is Work.PREFILL:
-            attention = self._attend_chunk(state, layer)
-        else:
-            assert self._cache is not None and state.table is not None
-            attention = decode_attention(state.q, self._cache.units, state.table, self.spec.scale)
-        state.h = self._decoder.finish(state.h, attention, layer, milestone)
+            return self._attend_chunk(state, layer)
+        assert self._cache is not None and state.table is not None
+        return decode_attention(state.q, self._cache.units, state.table, self.spec.scale)
 
     @torch.inference_mode()
     def mass(self, state: State, layer: int) -> Tensor:

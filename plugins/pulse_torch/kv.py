@@ -7,6 +7,7 @@ heads outermost a whole block is contiguous for a shared selection, and so is on
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,6 +41,7 @@ class TorchSequence:
     row: int
     placement: Placement
     chunk: int
+    blocks: int
     slots: np.ndarray
     slow: np.ndarray
     digest_bytes: int
@@ -89,13 +91,16 @@ class TorchKVCache:
         """``[units, heads per unit, 2, block, head_dim]``: what a unit id addresses."""
         self.slots: Tensor = self.units.view(fast.slots, geometry.kv_heads, *shape[1:])
         self.pool = Pool(geometry, self.groups)
+        # The loop opens and grows sequences while compute fills the tables of others: an array
+        # that is replaced by a larger one meanwhile would lose what is written to the old.
+        self._tables = threading.Lock()
         self._clock = 0
         self.hot = lru_cache(maxsize=4096)(self._hot)
 
     # -- sizes ---------------------------------------------------------------------------------
 
     def demand(self, tokens: int, placement: Placement) -> Demand:
-        """Bytes per tier for a sequence that grows to `tokens` tokens."""
+        """Bytes per tier for a sequence of `tokens` tokens."""
         blocks = self.config.blocks(tokens)
         slot = self.groups * self.fast.unit_bytes
         slow_slot = self.slow.planes * self.groups * self.slow.unit_bytes
@@ -145,7 +150,7 @@ class TorchKVCache:
     # -- leases --------------------------------------------------------------------------------
 
     def open(self, request: str, tokens: int, placement: Placement) -> TorchSequence:
-        """Take the slots for a sequence that grows to `tokens` tokens. Raises StoreError."""
+        """Take the slots for a sequence of `tokens` tokens. Raises StoreError."""
         blocks = self.config.blocks(tokens)
         offload = placement is Placement.OFFLOAD
         hot = self.hot(blocks) if offload else None
@@ -169,13 +174,30 @@ class TorchKVCache:
             self.fast.free(slots)
             self.slow.free(slow)
             raise
-        row = self.pool.take(blocks, hot.usable if columns and hot is not None else 0)
-        self.pool.set_rings(row, rings, slots[: sum(rings)])
-        if columns and hot is not None:
-            self.pool.set_hot(row, hot.own, hot.usable, slots[sum(rings) :], slow)
+        with self._tables:
+            row = self.pool.take(blocks, hot.usable if columns and hot is not None else 0)
+            self.pool.set_rings(row, rings, slots[: sum(rings)])
+            if columns and hot is not None:
+                self.pool.set_hot(row, hot.own, hot.usable, slots[sum(rings) :], slow)
+        if columns:
             self.policy.open(request, blocks)
         chunk = self.config.chunk if hot is None else hot.chunk_blocks * self.config.block
-        return TorchSequence(request, row, placement, chunk, slots, slow, digests)
+        return TorchSequence(request, row, placement, chunk, blocks, slots, slow, digests)
+
+    def grow(self, sequence: TorchSequence, tokens: int) -> None:
+        """Take the slots that a normal sequence lacks for `tokens` tokens. Raises StoreError."""
+        blocks = self.config.blocks(tokens)
+        if sequence.placement is Placement.OFFLOAD or blocks <= sequence.blocks:
+            return
+        lacking = [
+            self._ring_blocks(layer, blocks) - self._ring_blocks(layer, sequence.blocks)
+            for layer in range(self.geometry.layers)
+        ]
+        slots = self.fast.allocate(sum(lacking))
+        with self._tables:
+            self.pool.extend_rings(sequence.row, lacking, slots)
+        sequence.slots = np.concatenate([sequence.slots, slots])
+        sequence.blocks = blocks
 
     def close(self, sequence: TorchSequence) -> None:
         """Give all slots back; nothing may be in flight for them. Idempotent."""
@@ -188,12 +210,17 @@ class TorchKVCache:
             self.fast.release(sequence.digest_bytes)
         if len(sequence.slow):
             self.slow.free(sequence.slow)
-        self.pool.give(sequence.row)
+        with self._tables:
+            self.pool.give(sequence.row)
 
     # -- what attention reads ------------------------------------------------------------------
 
     def place(self, state: State, layer: int, selection: Any) -> Placed:
         """Lay out what attention of `layer` reads and store the state's new keys and values."""
+        with self._tables:
+            return self._place(state, layer, selection)
+
+    def _place(self, state: State, layer: int, selection: Any) -> Placed:
         if state.batch.work is Work.PREFILL:
             self._place_chunk(state, layer)
             return Placed(0, None)
@@ -229,6 +256,27 @@ class TorchKVCache:
         return Placed(0, None)
 
     def _place_hot(self, state: State, layer: int, selection: Any) -> Placed:
+        state.table, plan = self._plan_hot(state, layer, selection)
+        table = state.table
+        state.current[layer] = np.take_along_axis(table.units, table.count[:, :, None] - 1, 2)[
+            ..., 0
+        ]
+        return Placed(int(table.count.sum()), plan)
+
+    def prefetch(self, state: State, layer: int, selection: Any) -> TransferPlan | None:
+        """Make a predicted selection resident ahead of `place`.
+
+        It is planned as if it were the selection itself. Columns that layers share hold nothing
+        until the layer's turn, so a sequence that has such columns is not served ahead.
+        """
+        with self._tables:
+            if (self.pool.own[state.rows] < self.pool.usable[state.rows]).any():
+                return None
+            return self._plan_hot(state, layer, selection)[1]
+
+    def _plan_hot(
+        self, state: State, layer: int, selection: Any
+    ) -> tuple[BlockTable, TransferPlan | None]:
         config, pool, plane = self.config, self.pool, self.plane[layer]
         chosen = self._chosen(state, selection)
         batch, groups, k = chosen.shape
@@ -261,24 +309,19 @@ class TorchKVCache:
             bounds,
         )
         _check(misses, self.policy, layer)
-        state.table = table
-        state.current[layer] = np.take_along_axis(table.units, table.count[:, :, None] - 1, 2)[
-            ..., 0
-        ]
-        plan = None
-        if misses:
-            plan = TransferPlan(
-                self.slow,
-                self.fast,
-                source[:misses],
-                target[:misses],
-                int(misses),
-                self.fast.unit_bytes,
-                layer,
-                state.requests,
-                tuple(bounds.tolist()),
-            )
-        return Placed(int(table.count.sum()), plan)
+        if not misses:
+            return table, None
+        return table, TransferPlan(
+            self.slow,
+            self.fast,
+            source[:misses],
+            target[:misses],
+            int(misses),
+            self.fast.unit_bytes,
+            layer,
+            state.requests,
+            tuple(bounds.tolist()),
+        )
 
     def _chosen(self, state: State, selection: Any) -> np.ndarray:
         batch = len(state.rows)

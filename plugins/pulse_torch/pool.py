@@ -61,6 +61,16 @@ class Pool:
             self.ring_blocks[layer][row] = size
             at += size
 
+    def extend_rings(self, row: int, sizes: Sequence[int], slots: np.ndarray) -> None:
+        """Deal out more `slots`; a ring grows only before it has gone round."""
+        at = 0
+        for layer, size in enumerate(sizes):
+            held = int(self.ring_blocks[layer][row])
+            self.rings[layer] = _wider(self.rings[layer], held + size)
+            self.rings[layer][row, held : held + size] = slots[at : at + size]
+            self.ring_blocks[layer][row] = held + size
+            at += size
+
     def set_hot(self, row: int, own: int, usable: int, slots: np.ndarray, slow: np.ndarray) -> None:
         """Deal `slots` out: `own` to each plane, the rest shared by all planes."""
         planes = self.units.shape[1]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -17,41 +17,48 @@ _COLDEST = 1e-30
 
 
 class Sampler:
-    """One request's parameters, random generator and history."""
+    """One request's parameters, seed and history.
+
+    A draw depends on the seed and on how many tokens were taken before, and changes nothing.
+    """
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int]) -> None:
         self.params = params
         self.generator = torch.Generator()
-        if params.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(params.seed % 2**64)
-        self.forced = deque(params.forced)
+        self.seed = self.generator.seed() if params.seed is None else params.seed
+        self.taken = 0
         self.seen = set(prompt) if params.repetition_penalty != 1.0 else set()
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is taken as it is."""
         params = self.params
-        return not self.forced and params.temperature == 0 and params.repetition_penalty == 1.0
+        return (
+            self.taken >= len(params.forced)
+            and params.temperature == 0
+            and params.repetition_penalty == 1.0
+        )
+
+    def take(self, token: int) -> None:
+        """`token` was drawn, and counts."""
+        self.taken += 1
+        if self.params.repetition_penalty != 1.0:
+            self.seen.add(token)
 
     def draw(self, logits: Tensor) -> int:
         """A token from float32 ``[vocab]`` logits on the CPU."""
         params = self.params
         if params.repetition_penalty != 1.0:
             logits = self._penalised(logits)
-        if self.forced:
-            token = self.forced.popleft()
-        elif params.temperature == 0:
-            token = int(logits.argmax())
-        else:
-            # Shifted first, so that no temperature, however small, divides up to infinity.
-            scores = (logits - logits.max()) / max(params.temperature, _COLDEST)
-            probabilities = _filtered(torch.softmax(scores, -1), params)
-            token = int(torch.multinomial(probabilities, 1, generator=self.generator))
-        if params.repetition_penalty != 1.0:
-            self.seen.add(token)
-        return token
+        if self.taken < len(params.forced):
+            return params.forced[self.taken]
+        if params.temperature == 0:
+            return int(logits.argmax())
+        # Shifted first, so that no temperature, however small, divides up to infinity.
+        scores = (logits - logits.max()) / max(params.temperature, _COLDEST)
+        probabilities = _filtered(torch.softmax(scores, -1), params)
+        self.generator.manual_seed(_mixed(self.seed, self.taken))
+        return int(torch.multinomial(probabilities, 1, generator=self.generator))
 
     def _penalised(self, logits: Tensor) -> Tensor:
         seen = torch.tensor(sorted(self.seen))
@@ -60,6 +67,11 @@ class Sampler:
         return logits.index_put(
             (seen,), torch.where(scores > 0, scores / penalty, scores * penalty)
         )
+
+
+def _mixed(seed: int, index: int) -> int:
+    """A 64-bit seed for each draw, unlike those of its neighbours."""
+    return int.from_bytes(blake2b(f"{seed} {index}".encode(), digest_size=8).digest())
 
 
 def _filtered(probabilities: Tensor, params: SamplingParams) -> Tensor:

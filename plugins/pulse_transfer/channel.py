@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Protocol
 
-from pulse import Worker
+from pulse import Landing, Worker
 from pulse.errors import EngineClosed, TransferError
 from pulse.types import TransferPlan, TransferReport
 from pulse_transfer.plan import Units, check_plan
@@ -42,45 +41,45 @@ class Channel:
         self.name = name
         self._movers = tuple(movers)
         self._workers = tuple(Worker(f"pulse-{name}-{i}") for i in range(len(movers)))
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
-    async def run(self, plan: TransferPlan) -> TransferReport:
-        """Move the plan's units; returns or raises only when no byte of them moves any more.
+    def run(self, plan: TransferPlan) -> asyncio.Future[TransferReport]:
+        """Move the plan's units; the future ends only when no byte of them moves any more.
 
-        A failure or a cancellation ends the plan after the pieces that are moving. Raises
-        TransferError, EngineClosed.
+        To be called on the loop, and on any thread once it has been. A failure or a cancellation
+        ends the plan after the pieces that are moving. The future raises TransferError or
+        EngineClosed.
         """
-        if self._closed:
-            raise EngineClosed(f"transfer engine {self.name!r} is closed; build a new one")
-        source, target = check_plan(plan)
-        if not source.size:
-            return TransferReport(0, 0, 0.0)
-        stop = _Stop()
-        landings = self._submit(plan, source, target, stop)
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            for worker in self._workers:
+                worker.start()
+        moving = _Moving(plan, self._loop)
         try:
-            await asyncio.wait(landings)
-        except asyncio.CancelledError:
-            stop.asked = True
-            await _ended(landings)
-            raise
-        return _report(plan, [landing.result() for landing in _failed_first(landings)])
+            if self._closed:
+                raise EngineClosed(f"transfer engine {self.name!r} is closed; build a new one")
+            source, target = check_plan(plan)
+            if source.size:
+                self._share_out(moving, source, target)
+            else:
+                moving.set_result(TransferReport(0, 0, 0.0))
+        except (EngineClosed, TransferError) as error:
+            moving.set_exception(error)
+        return moving
 
     async def close(self) -> None:
         """Wait for what is queued and join the threads. Idempotent."""
         self._closed = True
         await close_all(*self._workers)
 
-    def _submit(
-        self, plan: TransferPlan, source: Units, target: Units, stop: _Stop
-    ) -> list[asyncio.Future[_Part]]:
-        shares = min(len(self._workers), max(1, plan.bytes // LEAST_SHARE))
+    def _share_out(self, moving: _Moving, source: Units, target: Units) -> None:
+        shares = min(len(self._workers), max(1, moving.plan.bytes // LEAST_SHARE))
         bounds = [source.size * i // shares for i in range(shares + 1)]
-        return [
-            self._workers[i].submit(
-                _part(self._movers[i], plan, source[low:high], target[low:high], stop)
-            )
-            for i, (low, high) in enumerate(pairwise(bounds))
-        ]
+        moving.left = shares
+        for i, (low, high) in enumerate(pairwise(bounds)):
+            move = moving.part(self._movers[i], source[low:high], target[low:high])
+            self._workers[i].submit(move, _Share(moving))
 
 
 async def close_all(*things: Any) -> None:
@@ -95,57 +94,81 @@ async def close_all(*things: Any) -> None:
         raise cancelled
 
 
-class _Stop:
-    """A flag that the loop or a thread sets and the threads of one plan look at.
-
-    Not a `threading.Event`: nobody waits for it, and making one takes microseconds of each plan.
-    """
-
-    __slots__ = ("asked",)
-
-    def __init__(self) -> None:
-        self.asked = False
-
-
 _Part = tuple[int, float, float]
 """Pieces moved, when the first began, when the last ended (seconds)."""
 
 
-def _part(
-    mover: Mover, plan: TransferPlan, source: Units, target: Units, stop: _Stop
-) -> Callable[[], _Part]:
-    def move() -> _Part:
-        began = time.perf_counter()
-        try:
-            pieces = mover(plan, source, target, lambda: stop.asked)
-        except BaseException as error:
-            stop.asked = True  # the other threads' shares are of no use any more
-            if isinstance(error, TransferError):
-                raise
-            raise TransferError(
-                f"moving units from {plan.source.description} to {plan.target.description} "
-                f"failed: {type(error).__name__}: {error}"
-            ) from error
-        return pieces, began, time.perf_counter()
+class _Moving(Landing[TransferReport]):
+    """A plan under way, on one or several threads.
 
-    return move
+    Cancelling asks the threads to stop; it ends, cancelled, when they have.
+    """
+
+    def __init__(self, plan: TransferPlan, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self.plan = plan
+        self.left = 0
+        # Not a `threading.Event`: nobody waits for it, and making one takes microseconds.
+        self._stop = False
+        self._cancelled = False
+        self._parts: list[_Part] = []
+        self._error: BaseException | None = None
+
+    def cancel(self, msg: Any = None) -> bool:
+        """Ask the threads to stop; whoever awaits is told when they have."""
+        if not self.done():
+            self._stop = self._cancelled = True
+        return False
+
+    def part(self, mover: Mover, source: Units, target: Units) -> Callable[[], _Part]:
+        """A function that moves some of the units, for one thread."""
+
+        def move() -> _Part:
+            began = time.perf_counter()
+            try:
+                pieces = mover(self.plan, source, target, lambda: self._stop)
+            except BaseException as error:
+                self._stop = True  # the other threads' shares are of no use any more
+                if isinstance(error, TransferError):
+                    raise
+                raise TransferError(
+                    f"moving units from {self.plan.source.description} to "
+                    f"{self.plan.target.description} failed: {type(error).__name__}: {error}"
+                ) from error
+            return pieces, began, time.perf_counter()
+
+        return move
+
+    def landed(self, part: _Part | None, error: BaseException | None) -> None:
+        """A thread is done with its share. On the loop."""
+        self.left -= 1
+        self._error = self._error or error
+        if part is not None:
+            self._parts.append(part)
+        if self.left:
+            return
+        if self._cancelled:
+            asyncio.Future.cancel(self)
+        elif self._error is not None:
+            self.set_exception(self._error)
+        else:
+            began, ended = min(p[1] for p in self._parts), max(p[2] for p in self._parts)
+            pieces = sum(p[0] for p in self._parts)
+            self.set_result(TransferReport(self.plan.bytes, pieces, ended - began))
 
 
-async def _ended(landings: Sequence[asyncio.Future[_Part]]) -> None:
-    """Return when all have landed, however often the caller is cancelled meanwhile."""
-    for landing in landings:
-        # A landing cannot be cancelled: whatever is raised here, it has ended.
-        with suppress(Exception, asyncio.CancelledError):
-            await landing
-        landing.exception()  # seen, so that asyncio does not report it as lost
+class _Share(Landing[_Part]):
+    """Tells the plan that a thread is done with its share; awaited by nobody."""
 
+    def __init__(self, moving: _Moving) -> None:
+        super().__init__(loop=moving.get_loop())
+        self._moving = moving
 
-def _failed_first(
-    landings: Sequence[asyncio.Future[_Part]],
-) -> list[asyncio.Future[_Part]]:
-    return sorted(landings, key=lambda landing: landing.exception() is None)
+    def set_result(self, result: _Part) -> None:
+        """All moved."""
+        self._moving.landed(result, None)
 
-
-def _report(plan: TransferPlan, parts: Sequence[_Part]) -> TransferReport:
-    seconds = max(end for _, _, end in parts) - min(began for _, began, _ in parts)
-    return TransferReport(plan.bytes, sum(pieces for pieces, _, _ in parts), seconds)
+    def set_exception(self, error: type[BaseException] | BaseException) -> None:
+        """It failed."""
+        assert isinstance(error, BaseException)
+        self._moving.landed(None, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +33,8 @@ class StagedTransfer:
     report are those of the slow tier: read on recall, written on write-back. Raises ConfigError.
     """
 
+    eager = True
+
     def __init__(self, workers: int = 1, staging_bytes: int = 8 << 20) -> None:
         if workers < 1:
             raise ConfigError(f"workers={workers!r} must be at least 1 thread per direction")
@@ -48,13 +51,13 @@ class StagedTransfer:
         """Any two different stores with units of the same size."""
         return compatible(source, target)
 
-    async def recall(self, plan: TransferPlan) -> TransferReport:
-        """Slow tier to fast tier. Raises TransferError, EngineClosed."""
-        return await self._recall.run(plan)
+    def recall(self, plan: TransferPlan) -> asyncio.Future[TransferReport]:
+        """Slow tier to fast tier. The future raises TransferError, EngineClosed."""
+        return self._recall.run(plan)
 
-    async def write_back(self, plan: TransferPlan) -> TransferReport:
-        """Fast tier to slow tier. Raises TransferError, EngineClosed."""
-        return await self._write_back.run(plan)
+    def write_back(self, plan: TransferPlan) -> asyncio.Future[TransferReport]:
+        """Fast tier to slow tier. The future raises TransferError, EngineClosed."""
+        return self._write_back.run(plan)
 
     async def close(self) -> None:
         """Wait for what is under way and end the threads. Idempotent."""

@@ -5,6 +5,7 @@ The baseline that `staged` and the gather kernels are measured against.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import numpy as np
@@ -24,6 +25,8 @@ class TorchCopyTransfer:
     One thread per direction; a report counts each unit as a piece.
     """
 
+    eager = True
+
     def __init__(self) -> None:
         self._recall = Channel("torch-recall", [_copy_each])
         self._write_back = Channel("torch-write-back", [_copy_each])
@@ -32,13 +35,13 @@ class TorchCopyTransfer:
         """Any two different stores with units of the same size."""
         return compatible(source, target)
 
-    async def recall(self, plan: TransferPlan) -> TransferReport:
-        """Slow tier to fast tier. Raises TransferError, EngineClosed."""
-        return await self._recall.run(plan)
+    def recall(self, plan: TransferPlan) -> asyncio.Future[TransferReport]:
+        """Slow tier to fast tier. The future raises TransferError, EngineClosed."""
+        return self._recall.run(plan)
 
-    async def write_back(self, plan: TransferPlan) -> TransferReport:
-        """Fast tier to slow tier. Raises TransferError, EngineClosed."""
-        return await self._write_back.run(plan)
+    def write_back(self, plan: TransferPlan) -> asyncio.Future[TransferReport]:
+        """Fast tier to slow tier. The future raises TransferError, EngineClosed."""
+        return self._write_back.run(plan)
 
     async def close(self) -> None:
         """Wait for what is under way and end the threads. Idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ class EngineConfig:
     dtype: str
     device: str
     threads: int | None
+    max_waiting: int
+    transfer_timeout_s: float | None
 
     @classmethod
     def make(
@@ -41,6 +44,8 @@ class EngineConfig:
         dtype: str,
         device: str,
         threads: int | None,
+        max_waiting: int,
+        transfer_timeout_s: float | None,
         kv: KVConfig,
         **plugins: Any,
     ) -> EngineConfig:
@@ -49,6 +54,12 @@ class EngineConfig:
             raise ConfigError(f"dtype={dtype!r} is unknown; use auto, bfloat16 or float32")
         if threads is not None and (not isinstance(threads, int) or threads < 1):
             raise ConfigError(f"threads={threads!r} must be a whole number of at least 1")
+        if not isinstance(max_waiting, int) or max_waiting < 1:
+            raise ConfigError(f"max_waiting={max_waiting!r} must be a whole number of at least 1")
+        if transfer_timeout_s is not None and not 0 < transfer_timeout_s < math.inf:
+            raise ConfigError(
+                f"transfer_timeout_s={transfer_timeout_s!r} must be seconds above 0, or None"
+            )
         return cls(
             model=str(model),
             fast_bytes=parse_bytes(fast_tier, "fast_tier"),
@@ -57,6 +68,8 @@ class EngineConfig:
             dtype=dtype,
             device=device,
             threads=threads,
+            max_waiting=max_waiting,
+            transfer_timeout_s=transfer_timeout_s,
             kv=kv,
             **plugins,
         )

@@ -21,9 +21,28 @@ class Request:
     """What the engine knows of a request. Times are seconds of the loop's clock."""
 
     def __init__(
-        self, id: str, prompt: Prompt, params: SamplingParams, chat: bool, now: float
+        self,
+        id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        chat: bool,
+        now: float,
+        priority: int = 0,
+        deadline: float = math.inf,
     ) -> None:
         self.id = id
+        self.priority = priority
+        self.deadline = deadline
+        self.overtaken = 0
+        """Later requests that were admitted before it."""
+        self.placed = False
+        """Whether its placement is settled: it stays the same if the request starts again."""
+        self.preempted: str | None = None
+        """Why it has to give its slots back."""
+        self.preemptions = 0
+        self.recomputed = False
+        self.sampler: Any = None
         self.prompt = prompt
         self.params = params
         self.chat = chat
@@ -40,6 +59,11 @@ class Request:
         self.stop_ids: frozenset[int] = frozenset()
         self.ready: deque[Token] = deque()
         self._changed = asyncio.Event()
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who comes first when there is not room for all: priority, then order of arrival."""
+        return -self.priority, int(self.id)
 
     def deliver(self, token: int, logprob: float, now: float) -> bool:
         """Take a sampled token; says whether the request goes on."""
@@ -132,6 +156,10 @@ class Stream:
         """Read to the end and return the whole completion. Raises what the request failed with."""
         async for _ in self:
             pass
+        return self._request.completion()
+
+    def completion(self) -> Completion:
+        """What there is so far."""
         return self._request.completion()
 
     async def aclose(self) -> None:

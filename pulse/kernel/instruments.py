@@ -28,7 +28,8 @@ class Instruments:
     def add(self, instrument: Instrument) -> None:
         """Deliver events to `instrument` from now on."""
         for event, handlers in self._handlers.items():
-            if getattr(type(instrument), event, None) is not getattr(Instrument, event):
+            own = getattr(type(instrument), event, None)
+            if own is not None and own is not getattr(Instrument, event):
                 handlers.append((instrument, getattr(instrument, event)))
 
     def remove(self, instrument: Instrument) -> None:

@@ -1,4 +1,4 @@
-"""Lanes: named serial resources on which every computation and every transfer is awaited."""
+"""Lanes: named resources with a bounded number of operations in flight, each of them awaitable."""
 
 from __future__ import annotations
 
@@ -11,34 +11,45 @@ from typing import Any, TypeVar
 
 from pulse.errors import EngineClosed
 from pulse.kernel.instruments import Instruments
+from pulse.kernel.turn import Turn, Unit
 from pulse.ports import Arbiter
-from pulse.types import LaneName, Operation, TransferReport, Work
+from pulse.types import LaneName, Operation, Pace, StepCosts, TransferReport, Work
 
 __all__ = ["Kernel", "Lane"]
 
 log = logging.getLogger("pulse")
 
 T = TypeVar("T")
-Start = Callable[[Callable[[], None]], Awaitable[T]]
+Launch = Callable[[Sequence[Turn[Any]]], None]
+"""Starts granted operations (several are to be computed as one) and returns at once."""
+
+TIMER_S = 0.002
+"""Timers of some event loops come so much too early."""
+RECALLS_IN_FLIGHT = 4
+"""Recalls that an engine may have in hand: it never runs dry, and a cohort's waits for few."""
 
 
 class Kernel:
-    """The lanes of one engine and what they share: clock, instruments, operation numbers."""
+    """The lanes of one engine and what they share: clock, instruments, operation numbers.
 
-    def __init__(self, arbiter: Arbiter, instruments: Instruments) -> None:
+    timeout_s: seconds that a transfer may take before it counts as late.
+    """
+
+    def __init__(
+        self, arbiter: Arbiter, instruments: Instruments, timeout_s: float | None = None
+    ) -> None:
+        self.arbiter: Arbiter | None = arbiter
         self.instruments = instruments
         self.in_flight: dict[int, Operation] = {}
+        self.stragglers: dict[str, dict[asyncio.Future[Any], None]] = {}
+        """Transfers that are late and have not ended, by request."""
+        self.timeout_s = timeout_s
+        self.now = _clock()
         self._ids = itertools.count()
-        self.compute = Lane(LaneName.COMPUTE, self, arbiter)
-        self.recall = Lane(LaneName.RECALL, self)
-        self.write_back = Lane(LaneName.WRITE_BACK, self)
+        self.compute = Lane(LaneName.COMPUTE, self, depth=2, width=1)
+        self.recall = Lane(LaneName.RECALL, self, depth=RECALLS_IN_FLIGHT, timeout_s=timeout_s)
+        self.write_back = Lane(LaneName.WRITE_BACK, self, depth=2, timeout_s=timeout_s)
         self.lanes = (self.compute, self.recall, self.write_back)
-
-    def now(self) -> float:
-        """Seconds of the event loop's clock (virtual under test)."""
-        exact, loop = time.monotonic(), asyncio.get_running_loop().time()
-        # uvloop's clock is the system's, read once per iteration and rounded to milliseconds.
-        return exact if abs(exact - loop) < 1 else loop
 
     def operation(
         self, kind: str, lane: LaneName, work: Work, cohort: str, **fields: Any
@@ -51,130 +62,257 @@ class Kernel:
         for lane in self.lanes:
             lane.decide()
 
+    def pace(self, costs: StepCosts) -> Pace:
+        """What the arbiter wants of offloaded sequences; one cohort if it cannot say."""
+        if self.arbiter is None:
+            return Pace()
+        try:
+            pace = self.arbiter.pace(costs)
+            return Pace(max(1, int(pace.cohorts)), bool(pace.predict))
+        except Exception:
+            self.dismiss("pace")
+            return Pace()
+
+    def dismiss(self, method: str) -> None:
+        """The arbiter raised: go on without it."""
+        log.exception(
+            "the arbiter raised in %s; from now on it is first come, first served", method
+        )
+        self.arbiter = None
+
+    def strayed(self, operation: Operation, transfer: asyncio.Future[Any]) -> None:
+        """A transfer is late: remember it until it has ended."""
+        for request in operation.requests:
+            self.stragglers.setdefault(request, {})[transfer] = None
+
+        def over(_: Any) -> None:
+            for request in operation.requests:
+                late = self.stragglers.get(request, {})
+                late.pop(transfer, None)
+                if not late:
+                    self.stragglers.pop(request, None)
+
+        transfer.add_done_callback(over)
+
 
 class Lane:
-    """A serial resource. At most one operation runs, and one more is committed behind it.
+    """At most `depth` operations are in flight, of which `width` are before their milestone.
 
-    The next operation is chosen when the running one ends or reaches its decision milestone,
-    whichever is first, so a lane neither runs dry nor commits more than one operation ahead
-    (PulseInfer, semi-synchronous detection). Without an arbiter the lane is first come, first
-    served.
+    With a width of 1 the next operation is chosen when the running one ends or reaches its
+    decision milestone, whichever is first, so the lane neither runs dry nor commits more than one
+    operation ahead (PulseInfer, semi-synchronous detection). The compute lane asks the kernel's
+    arbiter; the others are first come, first served. An operation starts in the very callback
+    that grants it.
     """
 
-    def __init__(self, name: LaneName, kernel: Kernel, arbiter: Arbiter | None = None) -> None:
+    def __init__(
+        self,
+        name: LaneName,
+        kernel: Kernel,
+        *,
+        depth: int,
+        width: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
         self.name = name
+        self.depth = depth
+        self.width = depth if width is None else width
         self._kernel = kernel
-        self._arbiter = arbiter
-        self._waiting: dict[int, tuple[Operation, asyncio.Future[None]]] = {}
-        self._deciding = 0  # granted operations that are before their decision milestone
-        self._running = 0
+        self._timeout_s = timeout_s
+        self._waiting: dict[int, Turn[Any]] = {}
+        self._units: dict[Unit, None] = {}
+        self._reserved = 0
+        self._watch: asyncio.TimerHandle | None = None
         self._closed = False
 
-    async def run(self, operation: Operation, start: Start[T]) -> T:
-        """Wait for the lane's grant, then `start` the operation and await its end.
+    # -- for whoever has work ------------------------------------------------------------------
 
-        `start` gets the function that publishes the decision milestone (call it on the loop).
-        Cancelled while waiting, the operation never starts; cancelled while running, this returns
-        when `start`'s awaitable does.
+    def submit(
+        self,
+        operation: Operation,
+        launch: Launch,
+        payload: Any = None,
+        then: Callable[[Turn[T], T | None], None] | None = None,
+    ) -> Turn[T]:
+        """Put `operation` in line; it is launched as soon as the lane grants it.
+
+        payload: what `launch` needs to know. then: called with the turn and its result (None if
+        there is none) when the operation ends, before the lane chooses again. Raises EngineClosed.
         """
-        emit = self._kernel.instruments.emit
+        if self._closed:
+            raise EngineClosed(f"the {self.name} lane is closed")
+        turn: Turn[T] = Turn(self, operation, launch, payload, then)
         operation.submitted = self._kernel.now()
-        emit("operation_submitted", operation)
-        report: TransferReport | None = None
-        granted = False
-        try:
-            await self._grant(operation)
-            granted = True
-            operation.started, operation.status = self._kernel.now(), "running"
-            emit("operation_started", operation)
-            result = await start(lambda: self._milestone(operation))
-            operation.status = "done"
-            report = result if isinstance(result, TransferReport) else None
-            return result
-        except asyncio.CancelledError:
-            operation.status = "cancelled"
-            raise
-        except BaseException:
-            operation.status = "failed"
-            raise
-        finally:
-            operation.ended = self._kernel.now()
-            emit("operation_ended", operation, report)
-            if granted:
-                self._leave(operation)
+        self._kernel.instruments.emit("operation_submitted", operation)
+        self._waiting[operation.id] = turn
+        self.decide()
+        return turn
+
+    def reserve(self) -> bool:
+        """Keep a place for an operation that another thread may start; `adopt` or `release` it."""
+        if self._closed or self._waiting or self._load >= self.depth:
+            return False
+        self._reserved += 1
+        return True
+
+    def adopt(
+        self, operation: Operation, started: float, transfer: Awaitable[TransferReport]
+    ) -> Turn[TransferReport]:
+        """Take in an operation that was started at `started` in a reserved place."""
+        self._reserved -= 1
+        turn: Turn[TransferReport] = Turn(self, operation, lambda _: None)
+        operation.submitted = started
+        self._kernel.instruments.emit("operation_submitted", operation)
+        self._start([turn], started)
+        turn.attach(transfer)
+        return turn
+
+    def release(self) -> None:
+        """Nobody came to a reserved place."""
+        self._reserved -= 1
+        self.decide()
 
     @property
     def contended(self) -> bool:
         """Whether operations wait for the lane. May be read from any thread."""
         return bool(self._waiting)
 
-    def decide(self) -> None:
-        """Grant the next operation if the lane can take one."""
-        while self._deciding == 0 and self._running < 2:
-            # Whoever was cancelled in this tick is still listed, but nobody awaits the grant.
-            waiting = [operation for operation, grant in self._waiting.values() if not grant.done()]
-            chosen = self._choose(tuple(waiting)) if waiting else None
-            if chosen is None:
-                return
-            for operation in waiting:
-                operation.skipped += operation is not chosen
-            _, grant = self._waiting.pop(chosen.id)
-            self._take(chosen)
-            grant.set_result(None)
-
     def close(self) -> None:
         """Refuse operations from now on; those that wait fail with EngineClosed."""
         self._closed = True
-        for _, grant in self._waiting.values():
-            if not grant.done():
-                grant.set_exception(EngineClosed(f"the {self.name} lane is closed"))
-        self._waiting.clear()
+        if self._watch is not None:
+            self._watch.cancel()
+        for turn in list(self._waiting.values()):
+            turn.set_exception(EngineClosed(f"the {self.name} lane is closed"))
 
-    async def _grant(self, operation: Operation) -> None:
-        if self._closed:
-            raise EngineClosed(f"the {self.name} lane is closed")
-        grant: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[operation.id] = (operation, grant)
-        self.decide()
-        try:
-            await grant
-        except asyncio.CancelledError:
-            if self._waiting.pop(operation.id, None) is None and not grant.cancelled():
-                self._leave(operation)  # granted in the same tick as it was cancelled
-            raise
+    # -- granting ------------------------------------------------------------------------------
 
-    def _choose(self, waiting: Sequence[Operation]) -> Operation | None:
-        if self._arbiter is None:
-            return waiting[0]
+    @property
+    def _load(self) -> int:
+        return len(self._units) + self._reserved
+
+    def decide(self) -> None:
+        """Grant what the lane can take."""
+        while self._waiting and self._load < self.depth:
+            undecided = 0
+            for unit in tuple(self._units):
+                if unit.passed and not unit.decided:
+                    self._decided(unit)
+                undecided += not unit.decided
+            if undecided + self._reserved >= self.width:
+                return
+            group = self._choose()
+            if not group:
+                return
+            self._grant(group)
+
+    def _choose(self) -> Sequence[Operation]:
+        waiting = tuple(turn.operation for turn in self._waiting.values())
+        arbiter = self._kernel.arbiter
+        if arbiter is None or self is not self._kernel.compute:
+            return waiting[:1]
         in_flight = tuple(self._kernel.in_flight.values())
         try:
-            chosen = self._arbiter.choose(waiting, in_flight)
+            chosen = arbiter.choose(waiting, in_flight)
+            if len(waiting) == 1 and chosen is waiting[0]:
+                return waiting
+            group = [chosen] if isinstance(chosen, Operation) else list(chosen or ())
         except Exception:
-            log.exception("the arbiter raised; from now on it is first come, first served")
-            self._arbiter = None
-            return waiting[0]
-        if chosen is None and in_flight:
-            return None
+            self._kernel.dismiss("choose")
+            return waiting[:1]
+        if not group and in_flight:
+            return ()
         # With nothing in flight, nothing could ever wake the lane: an arbiter may not stall it.
         # An answer that was not on offer counts as none.
-        return chosen if any(chosen is offered for offered in waiting) else waiting[0]
+        return group if _on_offer(group, waiting) else waiting[:1]
 
-    def _take(self, operation: Operation) -> None:
-        self._kernel.in_flight[operation.id] = operation
-        self._running += 1
-        self._deciding += 1
+    def _grant(self, group: Sequence[Operation]) -> None:
+        turns = [self._waiting.pop(operation.id) for operation in group]
+        for other in self._waiting.values():
+            other.operation.skipped += 1
+        for operation in group[1:]:
+            operation.leader = group[0].id
+        self._start(turns, self._kernel.now())
+        try:
+            turns[0].launch(turns)
+        except Exception as error:
+            for turn in turns:
+                turn.set_exception(error)
 
-    def _milestone(self, operation: Operation) -> None:
-        if operation.status == "running" and not operation.decided:
-            operation.decided = True
-            self._deciding -= 1
-            self._kernel.instruments.emit("operation_milestone", operation)
+    def _start(self, turns: Sequence[Turn[Any]], now: float) -> None:
+        unit = Unit(len(turns))
+        self._units[unit] = None
+        for turn in turns:
+            operation, turn.unit = turn.operation, unit
+            unit.turns.append(turn)
+            operation.started, operation.status = now, "running"
+            self._kernel.in_flight[operation.id] = operation
+            if self._timeout_s is not None:
+                operation.deadline = now + self._timeout_s
+                if self._watch is None:
+                    self._watch = turn.get_loop().call_later(self._timeout_s, self._look)
+            self._kernel.instruments.emit("operation_started", operation)
+
+    def _look(self) -> None:
+        """One timer for all: those in flight are late in the order in which they started."""
+        self._watch = None
+        now = self._kernel.now()
+        for unit in tuple(self._units):
+            for turn in unit.turns:
+                left = turn.operation.deadline - now
+                if left > TIMER_S:
+                    self._watch = turn.get_loop().call_later(left, self._look)
+                    return
+                turn.late()
+
+    def publish(self, unit: Unit) -> None:
+        """The unit has reached its decision milestone. On the loop."""
+        if not unit.decided and unit.left:
+            self._decided(unit)
             self.decide()
 
-    def _leave(self, operation: Operation) -> None:
-        if self._kernel.in_flight.pop(operation.id, None) is None:
-            return
-        self._running -= 1
-        if not operation.decided:
-            self._deciding -= 1
-        self._kernel.ended()
+    def _decided(self, unit: Unit) -> None:
+        unit.decided = True
+        for turn in unit.turns:
+            if turn.operation.status == "running":
+                turn.operation.decided = True
+                self._kernel.instruments.emit("operation_milestone", turn.operation)
+
+    def end(self, turn: Turn[Any], status: str, report: Any = None) -> None:
+        """The operation is over; the lane is free for the next."""
+        operation = turn.operation
+        operation.status, operation.ended = status, self._kernel.now()
+        self._waiting.pop(operation.id, None)
+        unit = turn.unit
+        if unit is not None:
+            self._kernel.in_flight.pop(operation.id, None)
+            unit.left -= 1
+            if not unit.left:
+                del self._units[unit]
+        report = report if isinstance(report, TransferReport) else None
+        self._kernel.instruments.emit("operation_ended", operation, report)
+        if unit is not None:
+            self._kernel.ended()
+
+    def strayed(self, turn: Turn[Any]) -> None:
+        """The operation is late and its transfer still under way."""
+        assert turn.inner is not None
+        self._kernel.strayed(turn.operation, turn.inner)
+
+
+def _on_offer(group: Sequence[Operation], waiting: Sequence[Operation]) -> bool:
+    offered = {id(operation) for operation in waiting}
+    chosen = {id(one) for one in group}
+    if not group or len(chosen) < len(group) or not chosen <= offered:
+        return False
+    first = group[0]
+    return len(group) == 1 or all(
+        one.kind == "layer" and one.work is not Work.PREFILL and one.layer == first.layer
+        for one in group
+    )
+
+
+def _clock() -> Callable[[], float]:
+    # uvloop's clock is the system's, read once per iteration and rounded to milliseconds.
+    loop = asyncio.get_running_loop()
+    return time.monotonic if abs(time.monotonic() - loop.time()) < 1 else loop.time

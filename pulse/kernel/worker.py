@@ -47,15 +47,24 @@ class Worker:
         self._closed = False
         self._ended: Landing[None] | None = None
 
-    def submit(self, function: Callable[[], T]) -> Landing[T]:
-        """Queue `function`; must be called on the loop. Raises EngineClosed after `close`."""
-        if self._closed:
-            raise EngineClosed(f"worker {self.name!r} is closed; it takes no more work")
+    def start(self) -> None:
+        """Start the thread for the running loop, after which any thread may `submit`."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._thread = threading.Thread(target=self._main, name=self.name, daemon=True)
             self._thread.start()
-        landing: Landing[T] = Landing(loop=self._loop)
+
+    def submit(self, function: Callable[[], T], landing: Landing[T] | None = None) -> Landing[T]:
+        """Queue `function`; `landing` (made if not given) gets its outcome, on the loop.
+
+        To be called on the loop, or on any thread after `start`. Raises EngineClosed after
+        `close`.
+        """
+        if self._closed:
+            raise EngineClosed(f"worker {self.name!r} is closed; it takes no more work")
+        self.start()
+        if landing is None:
+            landing = Landing(loop=self._loop)
         self._queue.put((function, landing))
         return landing
 

@@ -18,10 +18,19 @@ from pulse.testing.null import (
     VOCAB,
     NullExecutor,
     NullPolicy,
-    NullTransfer,
+    ScatteredPolicy,
     _mix,
+    null_reference,
 )
-from pulse.types import Operation, SelectionView, TransferPlan, TransferReport
+from pulse.testing.nulltiers import NullTransfer
+from pulse.types import (
+    Operation,
+    Pace,
+    StepCosts,
+    TransferPlan,
+    TransferReport,
+    Work,
+)
 
 PLUGINS = Plugins()
 """Discovered once: it costs more than a whole run."""
@@ -30,51 +39,15 @@ PLUGINS = Plugins()
 # -- what the null model should say --------------------------------------------------------------
 
 
-def scattered(layer: int, low: int, high: int, top_k: int) -> list[int]:
-    """A selection that jumps about, so that blocks leave the hot set and come back."""
-    turn = high * 31 + layer + 1
-    order = sorted(range(low, high), key=lambda block: (block + 1) * turn * 7919 % 104_729)
-    return order[:top_k]
-
-
-class Scattered(NullPolicy):
-    """A sparse policy that makes the hot set churn."""
-
-    def __init__(self) -> None:
-        super().__init__(exhaustive=False)
-
-    def select(self, layer: int, query: Any, view: SelectionView) -> list[list[list[int]]]:
-        return [[scattered(layer, low, high, view.top_k)] for low, high in view.middle]
+Scattered = ScatteredPolicy
+"""A sparse policy that makes the hot set churn."""
 
 
 def reference(
     prompt: Sequence[int], count: int, layers: int, config: KVConfig, *, sparse: bool
 ) -> list[int]:
     """The null model's tokens; decode reads what `Scattered` selects if `sparse`, else all."""
-    tokens, state = list(prompt), 0
-    values: list[list[int]] = [[] for _ in range(layers)]
-    for position in range(len(prompt) + count - 1):
-        if position == len(tokens):
-            tokens.append(state % VOCAB)
-        state = _mix(tokens[position], position)
-        for layer in range(layers):
-            values[layer].append(_mix(state, layer, position))
-            seen = values[layer]
-            if sparse and position >= len(prompt):
-                seen = [
-                    value
-                    for block in _read(layer, position // config.block, config)
-                    for value in seen[block * config.block : (block + 1) * config.block]
-                ]
-            state = _mix(state, sum(seen) % 2_147_483_647)
-    return [*tokens[len(prompt) :], state % VOCAB][:count]
-
-
-def _read(layer: int, current: int, config: KVConfig) -> set[int]:
-    high = max(0, current - config.local_blocks + 1)
-    low = min(config.sink_blocks, high)
-    chosen = scattered(layer, low, high, config.middle_blocks)
-    return {*range(low), *chosen, *range(high, current + 1)}
+    return null_reference(prompt, count, layers, config if sparse else None)
 
 
 def until_stop(tokens: list[int]) -> list[int]:
@@ -129,6 +102,36 @@ class FailingTransfer(NullTransfer):
         return report
 
 
+# -- who is next -----------------------------------------------------------------------------------
+
+
+class Erratic:
+    """Chooses at random: no request may be harmed by whatever an arbiter does.
+
+    It merges what may be merged, holds the lane, changes the pace all the time.
+    """
+
+    def __init__(self) -> None:
+        self.random = random.Random(7)
+
+    def choose(
+        self, waiting: Sequence[Operation], in_flight: Sequence[Operation]
+    ) -> Operation | Sequence[Operation] | None:
+        if self.random.random() < 0.15:
+            return None
+        one = self.random.choice(waiting)
+        like = [other for other in waiting if other is not one and mergeable(other, one)]
+        return [one, *like] if self.random.random() < 0.7 else one
+
+    def pace(self, costs: StepCosts) -> Pace:
+        return Pace(self.random.choice([1, 1, 2, 3]), self.random.random() < 0.5)
+
+
+def mergeable(one: Operation, other: Operation) -> bool:
+    decode = Work.PREFILL not in (one.work, other.work)
+    return decode and one.kind == other.kind == "layer" and one.layer == other.layer
+
+
 # -- what is watched -----------------------------------------------------------------------------
 
 
@@ -158,6 +161,9 @@ class Watch(Instrument):
 
     def token(self, request: str, index: int) -> None:
         self.tokens.setdefault(request, []).append(index)
+
+    def request_preempted(self, request: str, reason: str) -> None:
+        self._request(request, "preempted")
 
     def request_ended(self, request: str, reason: str) -> None:
         self._request(request, "ended")
@@ -190,14 +196,18 @@ class Watch(Instrument):
     def check(self) -> None:
         assert self.wrong == []
         for operation, events in self.operations.values():
-            ends = [event for event in events if event in ("done", "failed", "cancelled")]
+            ends = [event for event in events if event in ("done", "failed", "cancelled", "late")]
             assert len(ends) == 1 and ends[0] == events[-1], (operation, events)
             assert events.count("started") <= 1
             if "started" in events:
                 assert operation.submitted <= operation.started <= operation.ended
         for request, events in self.requests.items():
-            known = ["submitted", "admitted", "progress", "prefilled", "ended"]
-            assert [known.index(event) for event in events] == sorted(map(known.index, events))
+            order = {"submitted": 0, "admitted": 1, "progress": 2, "prefilled": 3, "preempted": 4}
+            order["ended"] = 5
+            places = [order[event] for event in events]
+            for i in range(1, len(places)):
+                again = (events[i - 1], events[i]) == ("preempted", "admitted")
+                assert places[i - 1] <= places[i] or again, (request, events)
             assert events.count("ended") == 1, (request, events)
         for request, indices in self.tokens.items():
             assert indices == list(range(len(indices)))
@@ -223,6 +233,7 @@ class Setup:
     compute: Callable[[], float] = lambda: 0.001
     fast_slots: int = 10_000
     slow_slots: int = 1_000
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> KVConfig:
@@ -247,6 +258,7 @@ class Setup:
             instruments=instruments,
             plugins=PLUGINS,
             worker=lambda name: InlineWorker(name, self.compute),
+            **self.options,
         )
 
     def expected(self, prompt: Sequence[int], count: int, placement: Placement) -> list[int]:
@@ -317,10 +329,14 @@ class Rig:
         assert sorted(slow._free) == list(range(slow.slots))
         assert running.kernel.in_flight == {}
         for lane in running.kernel.lanes:
-            assert (lane._running, lane._deciding, lane.contended) == (0, 0, False)
-        assert (running._admitted, len(running._waiting), len(running._tasks)) == (0, 0, 0)
-        assert not running._prefilling.locked()
-        assert all(cohort._task is None for cohort in running.cohorts.values())
+            assert (len(lane._units), lane._reserved, lane.contended) == (0, 0, False)
+        outer = running.outer
+        assert (outer.residents, outer.waiting, outer._growing) == ({}, 0, {})
+        assert (outer._quarantined, running.kernel.stragglers, running._tasks) == ({}, {}, {})
+        assert running.entrance.inside is None
+        for cohorts in running.cohorts.values():
+            assert cohorts.members == 0
+            assert all(cohort._task is None for cohort in cohorts.cohorts)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert {task.get_name() for task in left if task.get_name().startswith("pulse")} == set()
         assert not left, left

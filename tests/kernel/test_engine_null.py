@@ -18,7 +18,6 @@ from kernel.harness import (
     Scattered,
     Setup,
     prompt_of,
-    reference,
     until_stop,
 )
 
@@ -33,7 +32,8 @@ from pulse.errors import (
     TransferError,
 )
 from pulse.testing.loop import run
-from pulse.testing.null import NullExecutor, NullPolicy, NullTransfer, null_reference
+from pulse.testing.null import NullExecutor, NullPolicy, null_reference
+from pulse.testing.nulltiers import NullTransfer
 from pulse.types import Operation, TransferPlan
 
 # -- drawing ------------------------------------------------------------------------------------
@@ -90,13 +90,6 @@ def test_tokens_are_those_of_the_reference(
     run(main(), seed=seed)
 
 
-def test_the_harness_knows_the_same_reference() -> None:
-    setup = Setup()
-    for length in (1, 7, 30):
-        dense = reference(prompt_of(length), 9, 2, setup.config, sparse=False)
-        assert dense == null_reference(prompt_of(length), 9)
-
-
 def test_within_the_budget_sparse_is_exact() -> None:
     setup = Setup(policy=Scattered(), budget=64, admit="threshold:0")
 
@@ -110,7 +103,8 @@ def test_within_the_budget_sparse_is_exact() -> None:
 
 
 def test_the_hot_set_churns_and_tokens_stay_right() -> None:
-    setup = Setup(policy=Scattered(), budget=20, admit="threshold:0", block=2)
+    # Under irq the null model is predicted so well that little is missed.
+    setup = Setup(policy=Scattered(), budget=20, admit="threshold:0", block=2, schedule="lockstep")
 
     async def main() -> None:
         async with Rig(setup) as rig:
@@ -713,13 +707,15 @@ class BrokenExecutor(NullExecutor):
         self._break("embed", batch)
         return super().embed(batch)
 
-    def qkv(self, state: Any, layer: int) -> Any:
-        self._break("qkv", state.batch)
-        return super().qkv(state, layer)
+    def qkv(self, states: Any, layer: int) -> Any:
+        for state in states:
+            self._break("qkv", state.batch)
+        return super().qkv(states, layer)
 
-    def attend(self, state: Any, layer: int, milestone: Any) -> None:
-        self._break("attend", state.batch)
-        super().attend(state, layer, milestone)
+    def attend(self, states: Any, layer: int, milestone: Any) -> None:
+        for state in states:
+            self._break("attend", state.batch)
+        super().attend(states, layer, milestone)
 
     def sample(self, state: Any, samplers: Any) -> Any:
         self._break("sample", state.batch)

@@ -12,7 +12,8 @@ from pulse import Build, Plugin, Plugins, hookimpl
 from pulse.errors import ConfigError, PluginNotFound, PluginUnavailable
 from pulse.plugins import KINDS
 from pulse.ports import AdmissionRule, Arbiter
-from pulse.testing.null import NullExecutor, NullPolicy, NullTransfer
+from pulse.testing.null import NullExecutor, NullPolicy
+from pulse.testing.nulltiers import NullTransfer
 from pulse_admit import Threshold
 from pulse_schedule import IRQ, Lockstep
 
@@ -112,7 +113,7 @@ def test_a_name_like_no_other_is_answered_with_all() -> None:
     with pytest.raises(PluginNotFound) as caught:
         plugins.check("schedule", "zzz")
     assert "did you mean" not in str(caught.value)
-    assert "Known: irq, lockstep" in str(caught.value)
+    assert "Known: fair, irq, lockstep, prefetch-one" in str(caught.value)
 
 
 def test_an_unknown_kind_names_the_kinds() -> None:
@@ -129,7 +130,15 @@ def test_the_threshold_takes_its_tokens(text: str, tokens: int) -> None:
     assert isinstance(rule, Threshold) and rule.tokens == tokens
 
 
-@pytest.mark.parametrize(("text", "patience"), [("irq", 64), ("irq:8", 8), ("irq:1", 1)])
+@pytest.mark.parametrize("text", ["lockstep:5", "prefetch-one:2", "irq:0", "fair:x"])
+def test_an_arbiter_refuses_what_it_does_not_understand(text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        plugins.resolve("schedule", text, Build())
+
+
+@pytest.mark.parametrize(
+    ("text", "patience"), [("irq", 64), ("fair", 16), ("irq:8", 8), ("irq:1", 1)]
+)
 def test_irq_takes_its_patience(text: str, patience: int) -> None:
     arbiter = plugins.resolve("schedule", text, Build())
     assert isinstance(arbiter, IRQ) and arbiter.patience == patience

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kernel.harness import Erratic
 from reference import ARCHITECTURES, TOLERANCE, WINDOW, Models, Recorder, decode
 
+from pulse import Instrument
 from pulse.types import Placement, SelectionView
 
 NORMAL = {"admit": "threshold:100000"}
@@ -37,9 +39,10 @@ def check(
     recorder = Recorder(models.path(name), fast_store=options.pop("fast_store", "host"))
     completions = decode(models.path(name), prompts, count, executor=recorder, **options)
     wanted = Placement.OFFLOAD if options["admit"] == "threshold:0" else Placement.NORMAL
+    mixed = options["admit"] == "threshold:100"
     for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         reference = models.greedy(name, prompt, count)
-        assert completion.placement is wanted
+        assert completion.placement is wanted or mixed
         assert completion.token_ids == reference.tokens
         distance = (recorder.of(number, prompt, count) - reference.logits).abs().max()
         assert distance < TOLERANCE
@@ -77,6 +80,9 @@ CHOICES: dict[str, dict[str, Any]] = {
     "full, lockstep": {"select": "full", "schedule": "lockstep", "block": 32, **OFFLOAD},
     "sink-window": {"select": "sink-window", "local": 1024, **OFFLOAD},
     "device store": {"fast_store": "device:cpu", **OFFLOAD},
+    "predicted": {"schedule": "prefetch-one", "select": "headwise", **OFFLOAD},
+    "erratic": {"schedule": Erratic(), **OFFLOAD},
+    "erratic, normal beside offload": {"schedule": Erratic(), "admit": "threshold:100"},
 }
 
 
@@ -96,6 +102,23 @@ def test_every_choice_within_the_budget(
 @pytest.mark.parametrize("choice", ["headwise", "full", "disk", "torch-copy"])
 def test_windowed_and_growing_layers_together(models: Models, tmp_path: Path, choice: str) -> None:
     check(models, "gemma3", [77, 33], 24, chunk=48, **located(CHOICES[choice], tmp_path))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_preempted_requests_go_on_as_if_nothing_had_been(models: Models, name: str) -> None:
+    # Room for the largest alone, so that most have to give their slots back on the way.
+    lengths, count = [109, 77, 80, 60], 40
+    geometry = Recorder(models.path(name)).geometry
+    blocks = -(-(max(lengths) + count) // 16)
+    fast_tier = blocks * geometry.slot_bytes(16) * geometry.layers
+    preempted: list[str] = []
+
+    class Watch(Instrument):
+        def request_preempted(self, request: str, reason: str) -> None:
+            preempted.append(request)
+
+    check(models, name, lengths, count, fast_tier=fast_tier, instruments=[Watch()], **NORMAL)
+    assert preempted
 
 
 # -- more context than the budget ------------------------------------------------------------------
@@ -233,6 +256,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "disk": {"slow_tier": "disk"},
     "everything kept": {"hot_factor": 100.0},
     "short chunks": {"chunk": 48},
+    "predicted": {"schedule": "prefetch-one", "slow_tier": "disk"},
+    "erratic": {"schedule": Erratic()},
     "nothing kept": {"hot_factor": 1.0, "schedule": "lockstep"},
     "disk, torch-copy, lockstep": {
         "slow_tier": "disk",

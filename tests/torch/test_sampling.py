@@ -32,10 +32,17 @@ def sampler(prompt: tuple[int, ...] = (0,), **params: Any) -> Sampler:
     return Sampler(SamplingParams(**params), prompt)
 
 
+def taken(one: Sampler, row: Tensor) -> int:
+    """A draw that counts."""
+    token = one.draw(row)
+    one.take(token)
+    return token
+
+
 def draws(row: Tensor, count: int = DRAWS, **params: Any) -> Counter[int]:
     """How often each token comes in independent draws from the same logits."""
     one = sampler(seed=0, **params)
-    return Counter(one.draw(row) for _ in range(count))
+    return Counter(taken(one, row) for _ in range(count))
 
 
 def support(scores: Tensor) -> set[int]:
@@ -72,13 +79,23 @@ def test_rows_keep_their_own_parameters() -> None:
 def test_a_seed_repeats_the_draws(seed: int) -> None:
     row = logits(0)[0]
     one, other = (sampler(temperature=2.0, seed=seed) for _ in range(2))
-    assert [one.draw(row) for _ in range(50)] == [other.draw(row) for _ in range(50)]
+    assert [taken(one, row) for _ in range(50)] == [taken(other, row) for _ in range(50)]
+
+
+def test_a_draw_changes_nothing_until_it_is_taken() -> None:
+    row = logits(0)[0]
+    one, other = (
+        sampler(temperature=2.0, repetition_penalty=1.5, seed=3, forced=(7,)) for _ in range(2)
+    )
+    for _ in range(20):
+        again = {one.draw(row) for _ in range(3)}
+        assert again == {taken(one, row)} == {taken(other, row)}
 
 
 def test_seeds_differ_and_none_is_fresh() -> None:
     row = logits(0)[0]
     samplers = [sampler(temperature=5.0, seed=seed) for seed in (0, 1, None, None)]
-    runs = {tuple(one.draw(row) for _ in range(50)) for one in samplers}
+    runs = {tuple(taken(one, row) for _ in range(50)) for one in samplers}
     assert len(runs) == 4
 
 
@@ -166,6 +183,7 @@ def test_repetition_penalty_of_transformers(penalty: float) -> None:
         rows = logits(step)
         wanted = int(processor(torch.tensor([history]), rows.clone()).argmax())
         [(token, logprob)] = sample(rows, [one])
+        one.take(token)
         assert token == wanted
         assert logprob == pytest.approx(float(rows.log_softmax(-1)[0, token]), abs=1e-5)
         history.append(token)
@@ -192,7 +210,10 @@ def test_logits_are_left_alone() -> None:
 def test_forced_tokens_come_first() -> None:
     rows = logits(0)
     one = sampler(forced=(5, 6), repetition_penalty=2.0)
-    chosen = [sample(rows, [one])[0] for _ in range(3)]
+    chosen = []
+    for _ in range(3):
+        chosen.append(sample(rows, [one])[0])
+        one.take(chosen[-1][0])
     history = torch.tensor([[0, 5, 6]])
     free = int(RepetitionPenaltyLogitsProcessor(2.0)(history, rows.clone()).argmax())
     assert [token for token, _ in chosen] == [5, 6, free]

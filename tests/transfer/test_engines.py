@@ -385,7 +385,7 @@ def test_cancelling_waits_until_nothing_moves(engine_name: str, cancels: int, fa
         async with opened(engine_name) as engine:
             source.gate.clear()
             plan = make_plan(source, target, range(600), range(600))
-            task = asyncio.create_task(engine.recall(plan))
+            task = asyncio.ensure_future(engine.recall(plan))
             await source.entered.wait()
             for _ in range(cancels):
                 task.cancel()
@@ -411,8 +411,8 @@ def test_a_queued_transfer_can_be_cancelled(engine_name: str) -> None:
         source, target = Gated(HostStore(4, 1, 1, 64)), Gated(HostStore(4, 1, 1, 64))
         async with opened(engine_name) as engine:
             source.gate.clear()
-            first = asyncio.create_task(engine.recall(make_plan(source, target, [0], [0])))
-            second = asyncio.create_task(engine.recall(make_plan(source, target, [1], [1])))
+            first = asyncio.ensure_future(engine.recall(make_plan(source, target, [0], [0])))
+            second = asyncio.ensure_future(engine.recall(make_plan(source, target, [1], [1])))
             await source.entered.wait()
             await turns()
             second.cancel()
@@ -432,7 +432,7 @@ def test_recall_and_write_back_overlap(engine_name: str) -> None:
         other = HostStore(4, 1, 1, 64)
         async with opened(engine_name) as engine:
             slow.gate.clear()
-            recall = asyncio.create_task(engine.recall(make_plan(slow, fast, [0], [0])))
+            recall = asyncio.ensure_future(engine.recall(make_plan(slow, fast, [0], [0])))
             await slow.entered.wait()
             assert (await engine.write_back(make_plan(fast, other, [1], [1]))).bytes == 64
             assert not recall.done()
@@ -449,9 +449,9 @@ def test_closing_waits_for_what_is_under_way(engine_name: str) -> None:
         engine = ENGINES[engine_name]()
         source.gate.clear()
         plan = make_plan(source, target, [2], [3])
-        moving = [asyncio.create_task(engine.recall(plan)) for _ in range(3)]
+        moving = [asyncio.ensure_future(engine.recall(plan)) for _ in range(3)]
         await source.entered.wait()
-        closing = asyncio.create_task(engine.close())
+        closing = asyncio.ensure_future(engine.close())
         await turns()
         assert not closing.done()
         source.gate.set()
@@ -474,9 +474,9 @@ def test_closing_that_is_cancelled_still_closes(engine_name: str) -> None:
         await engine.write_back(make_plan(target, source, [0], [0]))  # its thread runs too
         source.entered.clear()
         source.gate.clear()
-        moving = asyncio.create_task(engine.recall(make_plan(source, target, [2], [3])))
+        moving = asyncio.ensure_future(engine.recall(make_plan(source, target, [2], [3])))
         await source.entered.wait()
-        closing = asyncio.create_task(engine.close())
+        closing = asyncio.ensure_future(engine.close())
         await turns()
         closing.cancel()
         await turns()
