@@ -39,6 +39,7 @@ class Stats(Instrument):
     last: float = 0.0
     _running: dict[str, int] = field(default_factory=dict)
     _since: dict[str, float] = field(default_factory=dict)
+    _until: dict[str, float] = field(default_factory=dict)
 
     def operation_started(self, operation: Operation) -> None:
         """The lane is busy from here on, if it was not."""
@@ -46,7 +47,8 @@ class Stats(Instrument):
         running = self._running.get(lane, 0)
         self._running[lane] = running + 1
         if not running:
-            self._since[lane] = operation.started
+            # What a worker started is told of later; the lane's last busy time may reach into it.
+            self._since[lane] = max(operation.started, self._until.get(lane, operation.started))
         if self.first is None:
             self.first = operation.started
 
@@ -61,6 +63,7 @@ class Stats(Instrument):
         self.last = operation.ended
         if not self._running[lane]:
             stats.busy_s += operation.ended - self._since[lane]
+            self._until[lane] = operation.ended
         if report is None or operation.status != "done":
             return
         if operation.lane is LaneName.RECALL:
