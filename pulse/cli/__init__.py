@@ -1,4 +1,4 @@
-"""The command line: ``pulse generate | demo | plugins | doctor``."""
+"""The command line: ``pulse generate | demo | trace | check | plugins | doctor``."""
 
 from __future__ import annotations
 

@@ -7,9 +7,11 @@ import sys
 import typer
 from rich.console import Console
 
+from pulse.cli.check import check
 from pulse.cli.demo import demo
 from pulse.cli.doctor import doctor, plugins
 from pulse.cli.generate import generate
+from pulse.cli.trace import trace
 from pulse.errors import (
     ConfigError,
     ModelError,
@@ -32,6 +34,8 @@ app.command()(generate)
 app.command()(demo)
 app.command()(plugins)
 app.command()(doctor)
+app.command()(check)
+app.add_typer(trace, name="trace")
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 

@@ -76,7 +76,9 @@ def generate(
     executor: Annotated[str, _option("Model executor.", PLUGINS)] = "torch",
     dtype: Annotated[str, _option("auto, bfloat16 or float32.", PLUGINS)] = "auto",
     device: Annotated[str, _option("auto, cpu or cuda.", PLUGINS)] = "auto",
-    threads: Annotated[int | None, _option("CPU threads of the compute lane.", PLUGINS)] = None,
+    threads: Annotated[
+        int | None, _option("CPU threads that compute; all cores but one by default.", PLUGINS)
+    ] = None,
     as_json: Annotated[bool, _option("Print one JSON object.", OUTPUT, "--json")] = False,
     trace: Annotated[
         Path | None, _option("Write a trace for Perfetto / chrome://tracing.", OUTPUT)

@@ -18,13 +18,21 @@ from typing import Any, NoReturn, TypeVar
 from pulse.errors import EngineClosed
 from pulse.kernel.worker import Landing, Worker
 
-__all__ = ["Deadlock", "InlineWorker", "VirtualLoop", "run"]
+__all__ = ["Deadlock", "InlineWorker", "Livelock", "VirtualLoop", "run", "who_waits"]
 
 T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
     """Nothing is ready and no timer is set, so nothing can ever happen; says who waits where."""
+
+
+class Livelock(RuntimeError):
+    """Callbacks go on for ever without time passing; says which tasks there are, and where."""
+
+
+STILL = 100_000
+"""Steps of the loop at one and the same time after which it is a livelock."""
 
 
 class _Jump(selectors.SelectSelector):
@@ -53,6 +61,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, seed: int | None = None) -> None:
         self.steps = 0
         self._now = 0.0
+        self._moved = 0  # the step at which time last passed
         self._random = None if seed is None else random.Random(seed)
         self._at_step: dict[int, list[Callable[[], object]]] = {}
         super().__init__(_Jump(self._jump))
@@ -79,8 +88,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self.call_soon(callback)
         if not self._ready and timeout != 0:
             if not self._scheduled:
-                raise Deadlock(_who_waits(self))
-            self._now = max(self._now, self._scheduled[0].when())
+                raise Deadlock(who_waits(self, "nothing is ready and no timer is set"))
+            if self._scheduled[0].when() > self._now:
+                self._now, self._moved = self._scheduled[0].when(), self.steps
+        if self.steps - self._moved > STILL:
+            raise Livelock(who_waits(self, f"no time has passed for {STILL} steps of the loop"))
         if self._random is not None:
             self._shuffle(self._random)
 
@@ -116,13 +128,14 @@ def _cancel_all(loop: VirtualLoop) -> None:
     if left:
         try:
             loop.run_until_complete(asyncio.wait(left))
-        except Deadlock:
+        except (Deadlock, Livelock):
             return  # they cannot be cancelled either; the first Deadlock tells more
 
 
-def _who_waits(loop: asyncio.AbstractEventLoop) -> str:
+def who_waits(loop: asyncio.AbstractEventLoop, why: str) -> str:
+    """`why`, and a line for each task of the loop: its name and where it stands."""
     waiting = sorted(f"{task.get_name()}: {_where(task)}" for task in asyncio.all_tasks(loop))
-    return "\n  ".join(["nothing is ready and no timer is set; these wait:", *waiting])
+    return "\n  ".join([f"{why}; these wait:", *waiting])
 
 
 def _where(task: asyncio.Task[Any]) -> str:
@@ -146,12 +159,17 @@ class InlineWorker(Worker):
         self.duration = duration
         self._jobs: deque[tuple[Callable[[], Any], Landing[Any]]] = deque()
 
-    def submit(self, function: Callable[[], T]) -> Landing[T]:
+    def start(self) -> None:
+        """There is no thread to start."""
+        self._loop = asyncio.get_running_loop()
+
+    def submit(self, function: Callable[[], T], landing: Landing[T] | None = None) -> Landing[T]:
         """Queue `function`; must be called on the loop. Raises EngineClosed after `close`."""
         if self._closed:
             raise EngineClosed(f"worker {self.name!r} is closed; it takes no more work")
-        self._loop = asyncio.get_running_loop()
-        landing: Landing[T] = Landing(loop=self._loop)
+        self.start()
+        if landing is None:
+            landing = Landing(loop=self._loop)
         self._jobs.append((function, landing))
         if len(self._jobs) == 1:
             self._next()
