@@ -44,6 +44,13 @@ def check(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Draw other examples; the same ones by default.")
     ] = None,
+    bound: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of an arbiter: how often an operation may be passed over."),
+    ] = None,
+    conserving: Annotated[
+        bool, typer.Option("--conserving", help="Of an arbiter: it never holds the lane idle.")
+    ] = False,
 ) -> None:
     """Check that a plugin keeps its contract. Exit code 1 with the smallest counterexample."""
     # As with `python -m`: what lies in the current directory can be named.
@@ -56,7 +63,10 @@ def check(
 
     subject = find(plugin, kind)
     run = _kit(subject)
-    options = {"examples": examples, "seed": seed}
+    promises = {"bound": bound, "conserving": conserving or None}
+    if subject.kind != "schedule" and any(v is not None for v in promises.values()):
+        raise ConfigError(f"{subject.label} is no arbiter: leave out --bound and --conserving")
+    options = {"examples": examples, "seed": seed, **promises}
     try:
         checked = run(subject, **{k: v for k, v in options.items() if v is not None})
     except Violation as violation:

@@ -54,13 +54,14 @@ class Running:
             Placement.OFFLOAD: Cohorts(Work.OFFLOAD, self.machine, lambda _: True, self._repace),
         }
         self._tasks: dict[asyncio.Task[None], None] = {}  # in order, unlike a set
+        self._unfinished: set[str] = set()
         self._loop = asyncio.get_running_loop()
 
     # -- requests ------------------------------------------------------------------------------
 
     def check_room(self) -> None:
         """Raise Overloaded if one more request would have to wait behind too many."""
-        waiting = len(self._tasks) - len(self.outer.residents)
+        waiting = len(self._unfinished) - len(self.outer.residents)
         if waiting >= self.config.max_waiting:
             raise Overloaded(
                 f"{waiting} requests wait already (max_waiting={self.config.max_waiting}); try "
@@ -84,10 +85,13 @@ class Running:
         )
         task = asyncio.create_task(self._serve(request), name=f"pulse-request-{id}")
         self._tasks[task] = None
+        self._unfinished.add(id)
 
         def over(task: asyncio.Task[None]) -> None:
             self._tasks.pop(task, None)
-            request.end(FinishReason.CANCELLED)  # one cancelled before it ran has not said so
+            # One cancelled before it ran has not said so.
+            self._unfinished.discard(id)
+            request.end(FinishReason.CANCELLED)
 
         task.add_done_callback(over)
 
@@ -107,6 +111,7 @@ class Running:
         except Exception as error:
             request.end(FinishReason.ERROR, error)
         finally:
+            self._unfinished.discard(request.id)
             reason = request.reason or FinishReason.ERROR
             request.end(reason)
             self.instruments.emit("request_ended", request.id, str(reason))

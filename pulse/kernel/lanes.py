@@ -15,7 +15,7 @@ from pulse.kernel.turn import Turn, Unit
 from pulse.ports import Arbiter
 from pulse.types import LaneName, Operation, Pace, StepCosts, TransferReport, Work
 
-__all__ = ["Kernel", "Lane"]
+__all__ = ["Kernel", "Lane", "on_offer"]
 
 log = logging.getLogger("pulse")
 
@@ -224,7 +224,7 @@ class Lane:
             return ()
         # With nothing in flight, nothing could ever wake the lane: an arbiter may not stall it.
         # An answer that was not on offer counts as none.
-        return group if _on_offer(group, waiting) else waiting[:1]
+        return group if on_offer(group, waiting) else waiting[:1]
 
     def _grant(self, group: Sequence[Operation]) -> None:
         turns = [self._waiting.pop(operation.id) for operation in group]
@@ -300,7 +300,8 @@ class Lane:
         self._kernel.strayed(turn.operation, turn.inner)
 
 
-def _on_offer(group: Sequence[Operation], waiting: Sequence[Operation]) -> bool:
+def on_offer(group: Sequence[Operation], waiting: Sequence[Operation]) -> bool:
+    """Whether an arbiter may choose `group`: one that waits, or decode layers that are alike."""
     offered = {id(operation) for operation in waiting}
     chosen = {id(one) for one in group}
     if not group or len(chosen) < len(group) or not chosen <= offered:

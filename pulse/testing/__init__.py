@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pulse.testing.simulation import Simulation, simulate
     from pulse.testing.stores import check_block_store
     from pulse.testing.transfers import check_transfer_engine
-    from pulse.testing.workloads import (
+    from pulse.testing.workload import (
         Arrival,
         Fault,
         Timings,
@@ -74,24 +74,24 @@ __all__ = [
 ]
 
 _KITS = {
-    "Arrival": "workloads",
+    "Arrival": "workload",
     "Checked": "checking",
-    "Fault": "workloads",
+    "Fault": "workload",
     "Rule": "checking",
     "Simulation": "simulation",
-    "Timings": "workloads",
+    "Timings": "workload",
     "Violation": "checking",
-    "Workload": "workloads",
-    "arrivals": "workloads",
+    "Workload": "workload",
+    "arrivals": "workload",
     "check_admission_rule": "admissions",
     "check_block_store": "stores",
     "check_scheduler": "scheduler",
     "check_selection_policy": "policies",
     "check_simulation": "scheduler",
     "check_transfer_engine": "transfers",
-    "lane_timings": "workloads",
+    "lane_timings": "workload",
     "simulate": "simulation",
-    "workloads": "workloads",
+    "workloads": "workload",
 }
 
 

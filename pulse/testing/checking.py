@@ -38,6 +38,8 @@ __all__ = [
     "refuses",
     "require",
     "search",
+    "told",
+    "where",
 ]
 
 SHRINKING_S = 20.0
@@ -233,7 +235,7 @@ class _Trial:
             self._keep(example, broken)
             raise
         except Exception as error:
-            raised = Broken(RAISES_NOTHING, _where(error))
+            raised = Broken(RAISES_NOTHING, where(error))
             raised.story = getattr(error, "story", "")
             raised.__cause__ = error
             self._keep(example, raised)
@@ -262,7 +264,8 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _where(error: BaseException) -> str:
+def where(error: BaseException) -> str:
+    """An error and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{told(error)} ({frames[-1].filename}:{frames[-1].lineno})"
 

@@ -53,6 +53,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     seed: None runs ready callbacks in order, a number shuffles those that are ready together.
     steps: how often the loop has looked for callbacks; `call_at_step` counts by it.
+    stuck: whether it came to a Deadlock or a Livelock.
     """
 
     _ready: deque[asyncio.Handle]
@@ -60,6 +61,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, seed: int | None = None) -> None:
         self.steps = 0
+        self.stuck = False
         self._now = 0.0
         self._moved = 0  # the step at which time last passed
         self._random = None if seed is None else random.Random(seed)
@@ -75,6 +77,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Run `callback` at the loop's `step`-th step, or never if it does not come to it."""
         self._at_step.setdefault(max(step, self.steps + 1), []).append(callback)
 
+    def still(self) -> None:
+        """Count the steps without passing time afresh: what was stuck may clean up."""
+        self._moved = self.steps
+
     def run_in_executor(self, *_: Any) -> NoReturn:  # type: ignore[override]
         """Refuse: a thread takes real time."""
         raise RuntimeError("a virtual loop cannot wait for a thread; use an InlineWorker")
@@ -88,10 +94,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self.call_soon(callback)
         if not self._ready and timeout != 0:
             if not self._scheduled:
+                self.stuck = True
                 raise Deadlock(who_waits(self, "nothing is ready and no timer is set"))
             if self._scheduled[0].when() > self._now:
                 self._now, self._moved = self._scheduled[0].when(), self.steps
         if self.steps - self._moved > STILL:
+            self.stuck = True
             raise Livelock(who_waits(self, f"no time has passed for {STILL} steps of the loop"))
         if self._random is not None:
             self._shuffle(self._random)
@@ -115,7 +123,9 @@ def run(coroutine: Coroutine[Any, Any, T], *, seed: int | None = None) -> T:
         try:
             return loop.run_until_complete(coroutine)
         finally:
+            loop.still()
             _cancel_all(loop)
+            loop.still()
             loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
@@ -128,8 +138,20 @@ def _cancel_all(loop: VirtualLoop) -> None:
     if left:
         try:
             loop.run_until_complete(asyncio.wait(left))
-        except (Deadlock, Livelock):
-            return  # they cannot be cancelled either; the first Deadlock tells more
+        except (Deadlock, Livelock):  # they cannot be cancelled either; the first one tells more
+            for task in asyncio.all_tasks(loop):
+                _abandon(task)
+
+
+def _abandon(task: Any) -> None:
+    """End a task that waits for what will never be, without the noise of its destruction."""
+    task._log_destroy_pending = False
+    for _ in range(8):  # it may await again where it cleans up
+        try:
+            task.get_coro().close()
+            return
+        except RuntimeError:
+            continue
 
 
 def who_waits(loop: asyncio.AbstractEventLoop, why: str) -> str:

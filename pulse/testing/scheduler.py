@@ -24,13 +24,14 @@ from pulse.testing.checking import (
     Checked,
     Property,
     Rule,
+    Violation,
     attributes,
     require,
     search,
 )
 from pulse.testing.simulation import Simulation, simulate
 from pulse.testing.subjects import Subject, resolve
-from pulse.testing.workloads import Workload, smaller, workloads
+from pulse.testing.workload import Workload, smaller, workloads
 from pulse.types import LaneName, Operation
 
 __all__ = ["RULES", "check_scheduler", "check_simulation"]
@@ -86,6 +87,12 @@ CONSERVING = Rule(
     "the compute lane is not held idle while an operation waits for it",
     "answer None only while something runs on the compute lane",
 )
+ANSWERS = Rule(
+    "answers",
+    "choose answers one that waits, several decode layers alike, or None; pace a Pace of at least "
+    "one cohort",
+    "the kernel takes any other answer for none, so another choice is made than the one meant",
+)
 SAME = Rule(
     "deterministic",
     "the same workload runs the same way each time, event by event",
@@ -104,6 +111,7 @@ RULES = (
     LEFT,
     AGEING,
     CONSERVING,
+    ANSWERS,
     SAME,
     RAISES_NOTHING,
 )
@@ -112,7 +120,7 @@ RULES = (
 TRIES = 400
 """Workloads that are run at most to make one smaller."""
 
-_FLAGS = {rule.name: rule for rule in (LANES, BOUNDARIES)}
+_FLAGS = {rule.name: rule for rule in (LANES, BOUNDARIES, ANSWERS, RAISES_NOTHING)}
 
 
 def check_scheduler(
@@ -144,7 +152,7 @@ def check_scheduler(
     def broken(workload: Workload) -> Broken | None:
         result = simulate(workload, _made(subject))
         try:
-            check_simulation(result, bound=bound, conserving=conserving)
+            _check(result, bound, conserving)
             if workload.seed % 4 == 0:
                 again = simulate(workload, _made(subject))
                 require(again.history == result.history, SAME, _difference(result, again))
@@ -203,7 +211,14 @@ def _made(subject: Subject) -> Any:
 
 
 def check_simulation(result: Simulation, *, bound: int = 64, conserving: bool = False) -> None:
-    """Check the invariants on one run. Raises Broken."""
+    """Check the invariants on one run; see `check_scheduler`. Raises Violation."""
+    try:
+        _check(result, bound, conserving)
+    except Broken as found:
+        raise Violation("this run", found.rule, _story(result), found.seen) from None
+
+
+def _check(result: Simulation, bound: int, conserving: bool) -> None:
     recorder = result.recorder
     for name, seen in recorder.wrong:
         raise Broken(_FLAGS[name], seen)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from pulse.engine.engine import Engine
 from pulse.errors import CapacityError, RequestFailed
+from pulse.hookspecs import Build
 from pulse.instruments.timeline import Timeline
 from pulse.plugins import Plugins
-from pulse.ports import Instrument
+from pulse.ports import Arbiter, Instrument
 from pulse.testing.faults import FaultyTransfer
-from pulse.testing.loop import Deadlock, InlineWorker, Livelock, run, who_waits
+from pulse.testing.loop import Deadlock, InlineWorker, Livelock, VirtualLoop, run, who_waits
 from pulse.testing.null import VOCAB, NullExecutor, NullPolicy, ScatteredPolicy, null_reference
-from pulse.testing.workloads import Arrival, Workload
+from pulse.testing.subjects import resolve
+from pulse.testing.witness import Witness
+from pulse.testing.workload import Arrival, Workload
 from pulse.types import LaneName, Operation, Placement, TransferReport
 
 __all__ = ["Outcome", "Recorder", "Simulation", "prompt_of", "simulate"]
@@ -25,9 +28,9 @@ __all__ = ["Outcome", "Recorder", "Simulation", "prompt_of", "simulate"]
 TIMEOUT_S = 1.0
 """A transfer is late after that; far longer than any drawn duration."""
 
-HORIZON_S = 100_000.0
+QUIET_S = 200.0
 OPERATIONS = 20_000
-"""Virtual seconds and operations after which a workload should long have been over."""
+"""Virtual seconds without any event, and operations, after which nothing more is to be expected."""
 
 
 @lru_cache(maxsize=1)
@@ -45,7 +48,8 @@ class Outcome:
     """How one request ended.
 
     end: ``done``, ``cancelled``, ``refused`` (it fits nowhere) or ``failed``. after_leaving:
-    tokens that it was given after its owner had left.
+    tokens that it was given after its owner had left. arrived_s, first_token_s, ended_s: virtual
+    seconds; NaN for what did not happen.
     """
 
     request: str = ""
@@ -55,12 +59,16 @@ class Outcome:
     end: str = ""
     error: BaseException | None = None
     after_leaving: int = 0
+    arrived_s: float = math.nan
+    first_token_s: float = math.nan
+    ended_s: float = math.nan
 
 
 class Recorder(Instrument):
     """Every operation, and every event as (time, name, subject).
 
-    wrong: the first event that cannot be. most_waiting: compute operations that waited at once.
+    wrong: what may not be, as (rule, what was seen). first_token_s: by request.
+    most_waiting: compute operations that waited at once.
     """
 
     def __init__(self) -> None:
@@ -71,17 +79,26 @@ class Recorder(Instrument):
         self.wrong: list[tuple[str, str]] = []
         self.left: dict[str, float] = {}
         self.after_leaving: dict[str, int] = {}
+        self.first_token_s: dict[str, float] = {}
         self.most_waiting = 0
-        self.idle_while_ready = ""
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: set[int] = set()
         self._running: dict[LaneName, dict[int, Operation]] = {lane: {} for lane in LaneName}
         self._steps: dict[str, tuple[str, ...]] = {}
 
-    def _note(self, event: str, subject: Any) -> None:
-        self.events.append((asyncio.get_running_loop().time(), event, subject))
+    @property
+    def _now(self) -> float:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop.time()  # also when a run is torn down, and no loop runs
 
-    def _flag(self, rule: str, seen: str) -> None:
-        self.wrong.append((rule, seen))
+    def _note(self, event: str, subject: Any) -> None:
+        self.events.append((self._now, event, subject))
+
+    def flag(self, rule: str, seen: str) -> None:
+        """Note something that may not be."""
+        if not getattr(self._loop, "stuck", False):  # tearing it down proves nothing
+            self.wrong.append((rule, seen))
 
     def operation_submitted(self, operation: Operation) -> None:
         """It waits."""
@@ -95,7 +112,7 @@ class Recorder(Instrument):
             strange = set(operation.requests) - set(step)
             whole = operation.kind != "layer" or operation.requests == step
             if strange or not whole:
-                self._flag(
+                self.flag(
                     "boundaries",
                     f"{operation.kind} of {operation.cohort} serves {operation.requests} in a "
                     f"step of {step}",
@@ -113,7 +130,7 @@ class Recorder(Instrument):
         units = [one for one in running.values() if one.leader < 0]
         undecided = [one for one in units if not one.decided]
         if len(units) > 2 or len(undecided) > 1:
-            self._flag(
+            self.flag(
                 "lanes",
                 f"{len(units)} operations in flight on the compute lane, {len(undecided)} of them "
                 "before their milestone: " + ", ".join(f"{o.cohort} {o.kind}" for o in units),
@@ -136,14 +153,14 @@ class Recorder(Instrument):
         for other, members in self._steps.items():
             twice = set(members) & set(requests)
             if twice:
-                self._flag("boundaries", f"{sorted(twice)} are in steps of {cohort} and {other}")
+                self.flag("boundaries", f"{sorted(twice)} are in steps of {cohort} and {other}")
         self._steps[cohort] = requests
 
     def step_ended(self, cohort: str, requests: tuple[str, ...]) -> None:
         """... to here."""
         self._note("step ended", cohort)
         if self._steps.pop(cohort, None) != requests:
-            self._flag("boundaries", f"the members of {cohort} changed within a step")
+            self.flag("boundaries", f"the members of {cohort} changed within a step")
 
     def request_admitted(self, request: str, placement: Placement) -> None:
         """It has slots."""
@@ -156,8 +173,9 @@ class Recorder(Instrument):
     def token(self, request: str, index: int) -> None:
         """It goes on."""
         self._note("token", (request, index))
+        self.first_token_s.setdefault(request, self.events[-1][0])
         # What is ready at the very time of the cancellation may still come before it.
-        if self.left.get(request, math.inf) < asyncio.get_running_loop().time():
+        if self.left.get(request, math.inf) < self._now:
             self.after_leaving[request] = self.after_leaving.get(request, 0) + 1
 
     def quarantined(self, request: str, transfers: int) -> None:
@@ -169,7 +187,7 @@ class Recorder(Instrument):
         self._note("ended", (request, reason))
         members = [cohort for cohort, step in self._steps.items() if request in step]
         if members:
-            self._flag("boundaries", f"request {request} ended within a step of {members[0]}")
+            self.flag("boundaries", f"request {request} ended within a step of {members[0]}")
 
 
 @dataclass
@@ -197,9 +215,16 @@ class Simulation:
         return "\n".join(f"{at!r} {event} {what}" for at, event, what in self.recorder.events)
 
 
-def simulate(workload: Workload, arbiter: Any) -> Simulation:
-    """Run `workload` on the null model under `arbiter` (an object, or a name)."""
+def simulate(
+    workload: Workload, arbiter: Any, *, instruments: Iterable[Instrument] = ()
+) -> Simulation:
+    """Run `workload` on the null model under `arbiter`: an object, its class, or a name.
+
+    instruments: listen, too. Raises PluginNotFound, PluginUnavailable, ConfigError.
+    """
     recorder = Recorder()
+    made = resolve(arbiter, "schedule", _plugins()).probe(Build())
+    witness = Witness(made, recorder.flag)
     outcomes = [Outcome() for _ in workload.requests]
     result = Simulation(workload, recorder, outcomes)
     timings, seed = workload.timings, workload.seed
@@ -210,7 +235,7 @@ def simulate(workload: Workload, arbiter: Any) -> Simulation:
         late_s=3 * TIMEOUT_S,
         eager=workload.eager,
     )
-    engine = _engine(workload, arbiter, transfer, recorder)
+    engine = _engine(workload, witness, transfer, [recorder, *instruments])
     try:
         run(_drive(engine, result, faults), seed=seed or None)
     except (Deadlock, Livelock) as stuck:
@@ -220,7 +245,10 @@ def simulate(workload: Workload, arbiter: Any) -> Simulation:
 
 
 def _engine(
-    workload: Workload, arbiter: Any, transfer: FaultyTransfer, recorder: Recorder
+    workload: Workload,
+    arbiter: Arbiter,
+    transfer: FaultyTransfer,
+    instruments: Sequence[Instrument],
 ) -> Engine:
     config, timings = workload.config, workload.timings
     slot = 8 * config.block
@@ -241,7 +269,7 @@ def _engine(
         local=config.local,
         chunk=config.chunk,
         transfer_timeout_s=TIMEOUT_S,
-        instruments=[recorder],
+        instruments=instruments,
         plugins=_plugins(),
         worker=lambda name: InlineWorker(name, compute),
     )
@@ -254,14 +282,20 @@ async def _drive(engine: Engine, result: Simulation, faults: dict[tuple[str, int
         asyncio.create_task(_client(engine, result, index, faults), name=f"client-{index}")
         for index in range(len(result.outcomes))
     ]
+    recorder = result.recorder
     late: set[asyncio.Task[None]] = set(clients)
     done: set[asyncio.Task[None]] = set()
-    while late and len(result.recorder.operations) < OPERATIONS and loop.time() < HORIZON_S:
+    seen, quiet_from = 0, max(one.at + (one.leaves or 0.0) for one in result.workload.requests)
+    while late and len(recorder.operations) < OPERATIONS and loop.time() < quiet_from + QUIET_S:
         done, late = await asyncio.wait(clients, timeout=TIMEOUT_S)
+        if len(recorder.events) > seen:
+            seen, quiet_from = len(recorder.events), max(quiet_from, loop.time())
     if late:
-        count = len(result.recorder.operations)
+        count = len(recorder.operations)
         why = f"{len(late)} requests are not over after {loop.time():g} s and {count} operations"
         result.stuck = who_waits(loop, why)
+        assert isinstance(loop, VirtualLoop)
+        loop.stuck = True
         return  # closing would wait for them, too
     for task in done:
         task.result()
@@ -300,7 +334,9 @@ async def _client(
 ) -> None:
     wanted: Arrival = result.workload.requests[index]
     outcome, recorder = result.outcomes[index], result.recorder
+    loop = asyncio.get_running_loop()
     await asyncio.sleep(wanted.at)
+    outcome.arrived_s = loop.time()
     prompt = prompt_of(wanted.prompt, index)
     stream = engine.generate(
         prompt,
@@ -317,11 +353,11 @@ async def _client(
 
     def leave() -> None:
         if not reader.done():
-            recorder.left[stream.id] = asyncio.get_running_loop().time()
+            recorder.left[stream.id] = loop.time()
             reader.cancel()
 
     if wanted.leaves is not None:
-        asyncio.get_running_loop().call_later(wanted.leaves, leave)
+        loop.call_later(wanted.leaves, leave)
     try:
         await reader
         outcome.end = "done"
@@ -335,6 +371,8 @@ async def _client(
     completion = stream.completion()
     outcome.placement, outcome.tokens = completion.placement, completion.token_ids
     outcome.expected = _expected(result.workload, prompt, wanted.tokens, completion.placement)
+    outcome.first_token_s = recorder.first_token_s.get(stream.id, math.nan)
+    outcome.ended_s = loop.time()
     outcome.after_leaving = recorder.after_leaving.get(stream.id, 0)
 
 

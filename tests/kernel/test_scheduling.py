@@ -151,6 +151,21 @@ def test_one_more_than_may_wait_is_refused_at_once() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_who_has_its_answer_does_not_count_as_waiting(seed: int) -> None:
+    setup = Setup(layers=1, fast_slots=8, admit=ALL_NORMAL, options={"max_waiting": 1})
+
+    async def main() -> None:
+        async with Rig(setup) as rig:
+            for count in (1, 3):
+                for _ in range(3):
+                    await rig.generate(prompt_of(9), count).result()
+                dropped = rig.generate(prompt_of(9), count)
+                await dropped.aclose()
+
+    run(main(), seed=seed)
+
+
 @pytest.mark.parametrize("options", [{"priority": 1.5}, {"deadline_s": 0}, {"deadline_s": -1}])
 def test_priority_and_deadline_are_checked(options: dict[str, Any]) -> None:
     async def main() -> None:

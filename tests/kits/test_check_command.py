@@ -133,6 +133,8 @@ def test_a_missing_method_of_a_named_kind_exits_with_1(command: Any) -> None:
         (("host", "--kind", "tier"), "kind='tier' must be one of store, transfer"),
         (("threshold", "--kind", "select"), "no select plugin is called 'threshold'"),
         (("threshold:x",), "needs a whole number of tokens"),
+        (("host", "--bound", "3"), "block store 'host' is no arbiter: leave out --bound and"),
+        (("host", "--conserving"), "block store 'host' is no arbiter: leave out --bound and"),
         (("host", "--examples", "0"), "Invalid value for '--examples'"),
     ],
 )
@@ -146,6 +148,8 @@ def test_bad_input_exits_with_2(command: Any, arguments: tuple[str, ...], messag
 def test_arbiters_go_to_the_kit_of_schedulers(command: Any) -> None:
     code, out, err = command("irq:8", "--examples", "5")
     assert (code, err) == (0, "") and out.endswith("arbiter 'irq:8' conforms\n")
+    code, out, _ = command("irq:8", "--examples", "300", "--bound", "3", "--conserving")
+    assert code == 1 and "breaks the rule 'ageing'" in out
     code, out, _ = command("kits.test_scheduler:Dice", "--examples", "300")
     assert code == 1 and "breaks the rule 'deterministic'" in out
     assert "Workload(requests=(Arrival(" in out and "compute " in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections import Counter
@@ -9,17 +10,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernel.harness import Erratic
 
+from pulse import Instrument
 from pulse.engine.outer import Outer
 from pulse.kernel.cohort import Cohort, Seat
 from pulse.kernel.lanes import Lane
 from pulse.kernel.member import Member
 from pulse.kernel.worker import Worker
-from pulse.testing import Violation, check_scheduler
+from pulse.testing import (
+    Arrival,
+    Violation,
+    Workload,
+    check_scheduler,
+    check_simulation,
+    simulate,
+    workloads,
+)
 from pulse.testing.nullcache import NullCache
 from pulse.testing.scheduler import CONSERVING, RULES
-from pulse.types import Operation
+from pulse.types import LaneName, Operation, Pace, StepCosts, Work
 from pulse_schedule import IRQ
 
 MANY = int(os.environ.get("PULSE_WORKLOADS", "1"))
@@ -82,11 +94,11 @@ def test_a_slot_freed_while_it_is_written_back(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_completion_that_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, count = Worker._land, [0]
+    real, counts = Worker._land, Counter[Worker]()
 
     def land(self: Worker, *outcome: Any) -> None:
-        count[0] += 1
-        if count[0] % 50:
+        counts[self] += 1
+        if counts[self] % 50:
             real(self, *outcome)
 
     monkeypatch.setattr(Worker, "_land", land)
@@ -121,6 +133,57 @@ class Holding(IRQ):
 
     def choose(self, waiting: Sequence[Operation], in_flight: Sequence[Operation]) -> Any:
         return None if in_flight else super().choose(waiting, in_flight)
+
+
+def test_an_arbiter_that_starves_is_found_without_being_asked_for() -> None:
+    with pytest.raises(Violation) as info:
+        check_scheduler(Starving)
+    assert info.value.rule.name == "ageing"
+
+
+class Raising(IRQ):
+    def choose(self, waiting: Sequence[Operation], in_flight: Sequence[Operation]) -> Any:
+        raise KeyError("no such request")
+
+
+class Pacing(IRQ):
+    def pace(self, costs: StepCosts) -> Any:
+        return None
+
+
+class Tired(IRQ):
+    def pace(self, costs: StepCosts) -> Any:
+        return Pace(0)
+
+
+class Inventing(IRQ):
+    def choose(self, waiting: Sequence[Operation], in_flight: Sequence[Operation]) -> Any:
+        return Operation(0, "layer", LaneName.COMPUTE, Work.NORMAL, "mine")
+
+
+class Numbering(IRQ):
+    def choose(self, waiting: Sequence[Operation], in_flight: Sequence[Operation]) -> Any:
+        return waiting[0].id
+
+
+class Merging(IRQ):
+    def choose(self, waiting: Sequence[Operation], in_flight: Sequence[Operation]) -> Any:
+        return waiting
+
+
+@pytest.mark.parametrize(
+    ("arbiter", "rule", "seen"),
+    [
+        (Raising, "raises-nothing", "choose raised KeyError: 'no such request' ("),
+        (Pacing, "answers", "pace answered None"),
+        (Tired, "answers", "pace answered Pace(cohorts=0, predict=False)"),
+        (Inventing, "answers", "choose answered layer of mine (operation 0), where "),
+        (Numbering, "answers", "choose answered 0"),
+        (Merging, "answers", "waited"),
+    ],
+)
+def test_what_the_kernel_puts_up_with_is_told(arbiter: type, rule: str, seen: str) -> None:
+    assert seen in caught(arbiter, rule, examples=300).seen
 
 
 def test_an_arbiter_that_holds_the_lane_idle() -> None:
@@ -186,3 +249,43 @@ def test_a_lane_that_overlaps_what_it_must_not(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Lane, "decide", decide)
     caught("irq", "lanes")
+
+
+# -- single runs ---------------------------------------------------------------------------------
+
+
+def test_a_run_tells_when_what_happened() -> None:
+    class Tokens(Instrument):
+        count = 0
+
+        def token(self, request: str, index: int) -> None:
+            self.count += 1
+
+    tokens = Tokens()
+    workload = Workload((Arrival(prompt=3, tokens=4), Arrival(at=0.5, tokens=9, leaves=0.002)))
+    result = simulate(workload, IRQ, instruments=[tokens])  # a class is made
+    first, second = result.outcomes
+    opened = first.arrived_s  # opening the engine takes a moment
+    assert opened < first.first_token_s < first.ended_s < 0.5
+    assert second.arrived_s == pytest.approx(opened + 0.5) and second.end == "cancelled"
+    assert math.isnan(second.first_token_s)
+    assert second.ended_s == pytest.approx(second.arrived_s + 0.002, abs=0.001)
+    assert tokens.count == 4
+    check_simulation(result)
+
+
+def test_a_run_that_breaks_a_rule_is_a_violation() -> None:
+    with pytest.raises(Violation, match="this run breaks the rule 'answers'") as info:
+        check_simulation(simulate(Workload((Arrival(prompt=40, tokens=2),)), Pacing()))
+    assert "Workload(" in info.value.example and "compute" in info.value.example
+
+
+def test_fields_of_workloads_are_fixed_or_drawn_as_told() -> None:
+    @settings(max_examples=30, deadline=None)
+    @given(workloads(most=2, layers=2, seed=st.integers(5, 6)))
+    def holds(workload: Workload) -> None:
+        assert len(workload.requests) <= 2
+        assert workload.layers == 2
+        assert workload.seed in (5, 6)
+
+    holds()

@@ -22,10 +22,15 @@ __all__ = [
     "Timings",
     "Workload",
     "arrivals",
+    "crowds",
     "lane_timings",
     "smaller",
     "workloads",
 ]
+
+
+LONGEST = 20.0
+"""Times the median that nothing takes longer than: only faults are late (`TIMEOUT_S`)."""
 
 
 class _Terse:
@@ -73,7 +78,8 @@ class Timings(_Terse):
     """How long things take, in seconds: medians, and how far single draws are from them.
 
     compute_s, transfer_s: medians of a computation and of a transfer. tail: sigma of the
-    log-normal factor; transfers of a lane may then overtake each other. 0 makes all alike.
+    log-normal factor, cut off at `LONGEST`; transfers of a lane may then overtake each other. 0
+    makes all alike.
     """
 
     compute_s: float = 0.001
@@ -85,7 +91,7 @@ class Timings(_Terse):
         source = random.Random(seed)
         if not self.tail:
             return lambda *_: median
-        return lambda *_: median * source.lognormvariate(0.0, self.tail)
+        return lambda *_: median * min(LONGEST, source.lognormvariate(0.0, self.tail))
 
 
 @dataclass(frozen=True, repr=False)
@@ -191,8 +197,24 @@ def arrivals() -> st.SearchStrategy[Arrival]:
     )
 
 
+def crowds(most: int = 5) -> st.SearchStrategy[tuple[Arrival, ...]]:
+    """A short and a long request that decode side by side for long, and others beside them.
+
+    What an arbiter prefers shows only where three or more want the lane: of two, the one that did
+    not have it is next. See `workloads`, which sees to it that the two are in different cohorts.
+    """
+    short = st.builds(Arrival, prompt=st.integers(1, 4), tokens=st.integers(20, 50))
+    long = st.builds(Arrival, prompt=st.integers(55, 70), tokens=st.integers(20, 50))
+    reading = st.builds(Arrival, prompt=st.integers(60, 160), tokens=st.integers(1, 4))
+    others = st.lists(arrivals() | reading, min_size=min(1, most - 2), max_size=most - 2)
+    return st.tuples(short, long, others).map(lambda drawn: (*drawn[:2], *drawn[2]))
+
+
 def workloads(*, most: int = 5, faults: bool = True, **fixed: Any) -> st.SearchStrategy[Workload]:
-    """Workloads of at most `most` requests; `fixed` fields are not drawn."""
+    """Workloads of at most `most` requests, a fifth of them crowded (see `crowds`).
+
+    fixed: fields that are not drawn, or drawn from the strategy that is given.
+    """
     fault = st.builds(
         Fault,
         request=st.integers(0, most - 1),
@@ -211,4 +233,23 @@ def workloads(*, most: int = 5, faults: bool = True, **fixed: Any) -> st.SearchS
         "timings": lane_timings(),
         "seed": st.integers(0, 1_000),
     }
-    return st.builds(Workload, **{**drawn, **{name: st.just(v) for name, v in fixed.items()}})
+    given = {
+        name: value if isinstance(value, st.SearchStrategy) else st.just(value)
+        for name, value in fixed.items()
+    }
+    plain = st.builds(Workload, **{**drawn, **given})
+    if most < 2:
+        return plain
+    crowded: dict[str, st.SearchStrategy[Any]] = {
+        "requests": crowds(most),
+        "normal_tokens": st.just(54),
+        "spare_blocks": st.none() | st.integers(20, 60),
+        "timings": st.builds(
+            Timings,
+            compute_s=st.just(0.001),
+            transfer_s=st.sampled_from([0.0, 0.0005, 0.001, 0.003]),
+            tail=st.sampled_from([0.0, 0.5]),
+        ),
+    }
+    rest = st.builds(Workload, **{**drawn, **crowded, **given})
+    return st.integers(0, 4).flatmap(lambda which: plain if which else rest)
