@@ -488,7 +488,7 @@ def _print(found: dict[str, Any]) -> None:
             table.add_row(name, state, f"{loop['floor_us']:.1f}", *cells, f"{row['step_us']:,.0f}")
     console.print(table)
     if found["host_delay_ms"]:
-        table = Table(title="how late a coroutine of the host runs that sleeps 1 ms, in ms")
+        table = Table(title="how late the loop comes to what is ready, in ms")
         for title in ("loop", "engine", "median", "99 %", "most", "over 2 ms"):
             table.add_column(title, justify="right")
         for name, arms in found["host_delay_ms"].items():

@@ -38,6 +38,7 @@ class Build:
     """What a factory may need. A field that does not concern the hook is None or empty.
 
     argument: what follows the colon in the plugin's name, as in ``threshold:4096``.
+    cores: CPU cores that threads of the engine keep to, see `Worker`; None for any.
     """
 
     argument: str = ""
@@ -45,6 +46,7 @@ class Build:
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
+    cores: frozenset[int] | None = None
     geometry: Geometry | None = None
     kv: KVConfig = field(default_factory=KVConfig)
     shape: StoreShape | None = None

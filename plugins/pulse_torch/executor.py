@@ -89,7 +89,7 @@ class TorchExecutor:
     """`pulse.ports.ModelExecutor` for the decoder family of `ModelSpec`."""
 
     def __init__(self, build: Build) -> None:
-        threads = build.threads or default_threads()
+        threads = build.threads or default_threads(build.cores)
         torch.set_num_threads(threads)
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         loaded = load(build.model, build.dtype, build.device)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from pulse.types import Demand, Geometry, KVConfig, Placed, Placement, TransferP
 from pulse_torch.attention import BlockTable
 from pulse_torch.pool import Pool
 from pulse_torch.residency import NOT_RESIDENT, OUT_OF_RANGE, plan_hot, ring_table
+from pulse_torch.sizing import Sizes
 
 if TYPE_CHECKING:
     from pulse_torch.executor import State
@@ -56,16 +56,6 @@ class Piece:
     slots: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class _HotSet:
-    """Columns of an offloaded sequence: `own` per layer, and up to `usable` with the shared."""
-
-    own: int
-    usable: int
-    digest_bytes: int
-    chunk_blocks: int
-
-
 class TorchKVCache:
     """`pulse.ports.KVCache` over numpy-addressed stores and a torch view of the fast arena."""
 
@@ -85,6 +75,7 @@ class TorchKVCache:
         self.policy = policy
         self.config = config
         self.groups = geometry.kv_heads if policy.per_head else 1
+        self.sizes = Sizes(geometry, config, policy, fast, slow)
         self.plane = {layer: plane for plane, layer in enumerate(geometry.growing)}
         shape = (geometry.kv_heads // self.groups, 2, config.block, geometry.head_dim)
         self.units: Tensor = _arena(fast, dtype).view(-1, *shape)
@@ -95,57 +86,10 @@ class TorchKVCache:
         # that is replaced by a larger one meanwhile would lose what is written to the old.
         self._tables = threading.Lock()
         self._clock = 0
-        self.hot = lru_cache(maxsize=4096)(self._hot)
-
-    # -- sizes ---------------------------------------------------------------------------------
 
     def demand(self, tokens: int, placement: Placement) -> Demand:
         """Bytes per tier for a sequence of `tokens` tokens."""
-        blocks = self.config.blocks(tokens)
-        slot = self.groups * self.fast.unit_bytes
-        slow_slot = self.slow.planes * self.groups * self.slow.unit_bytes
-        rings = sum(self._ring_blocks(layer, blocks) for layer in self.geometry.windowed)
-        growing = len(self.geometry.growing)
-        if placement is Placement.NORMAL:
-            return Demand((rings + growing * blocks) * slot, 0)
-        hot = self.hot(blocks)
-        columns = growing * hot.own + (hot.usable - hot.own if growing else 0)
-        return Demand(
-            (rings + columns) * slot + hot.digest_bytes, blocks * slow_slot if growing else 0
-        )
-
-    def _ring_blocks(self, layer: int, blocks: int) -> int:
-        window = self.geometry.windows[layer]
-        return blocks if window is None else min(blocks, self.config.blocks(window) + 1)
-
-    def _hot(self, blocks: int) -> _HotSet:
-        """The hot set of a sequence of `blocks` blocks: as large as wished, if that fits.
-
-        Depends on the fast tier's limit only, not on what is free now, so a request's demand is
-        the same whenever it is asked for.
-        """
-        config, layers = self.config, len(self.geometry.growing)
-        pinned = config.sink_blocks + config.local_blocks
-        middle = blocks if self.policy.exhaustive else config.middle_blocks
-        needed = max(min(blocks, pinned + middle), config.sink_blocks + 3)
-        extra = 0 if self.policy.exhaustive else int(config.middle_blocks * (config.hot_factor - 1))
-        wished = max(needed, min(blocks, needed + extra))
-        digests = self.policy.digest_bytes(blocks)
-        rings = sum(self._ring_blocks(layer, blocks) for layer in self.geometry.windowed)
-        slot = self.groups * self.fast.unit_bytes
-        room = max(0, (self.fast.limit_bytes - digests) // slot - rings)
-        if layers * wished <= room or layers < 2:
-            own = usable = wished
-        else:
-            # Each own column costs a slot in every layer, a shared one a single slot.
-            least = min(needed, max(pinned, config.sink_blocks + 1))
-            own = max(least, min(needed, (room - needed) // (layers - 1)))
-            usable = max(needed, own)
-        # An eighth is left for two pieces of the prefix to land in while a chunk is held.
-        free = usable - config.sink_blocks
-        room = min(own - config.sink_blocks, free - max(2, free // 8))
-        chunk = max(1, min(room, config.chunk // config.block))
-        return _HotSet(own, usable, digests, chunk)
+        return self.sizes.demand(tokens, placement)
 
     # -- leases --------------------------------------------------------------------------------
 
@@ -153,9 +97,9 @@ class TorchKVCache:
         """Take the slots for a sequence of `tokens` tokens. Raises StoreError."""
         blocks = self.config.blocks(tokens)
         offload = placement is Placement.OFFLOAD
-        hot = self.hot(blocks) if offload else None
+        hot = self.sizes.hot(blocks) if offload else None
         rings = [
-            0 if offload and layer in self.plane else self._ring_blocks(layer, blocks)
+            0 if offload and layer in self.plane else self.sizes.ring_blocks(layer, blocks)
             for layer in range(self.geometry.layers)
         ]
         growing = len(self.plane)
@@ -190,7 +134,7 @@ class TorchKVCache:
         if sequence.placement is Placement.OFFLOAD or blocks <= sequence.blocks:
             return
         lacking = [
-            self._ring_blocks(layer, blocks) - self._ring_blocks(layer, sequence.blocks)
+            self.sizes.ring_blocks(layer, blocks) - self.sizes.ring_blocks(layer, sequence.blocks)
             for layer in range(self.geometry.layers)
         ]
         slots = self.fast.allocate(sum(lacking))

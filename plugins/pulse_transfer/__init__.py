@@ -13,16 +13,16 @@ from pulse import Build, Plugin, hookimpl
 __all__ = ["pulse_transfer_engines"]
 
 
-def _staged(_: Build) -> Any:
+def _staged(build: Build) -> Any:
     from pulse_transfer.staged import StagedTransfer
 
-    return StagedTransfer()
+    return StagedTransfer(cores=build.cores)
 
 
-def _torch_copy(_: Build) -> Any:
+def _torch_copy(build: Build) -> Any:
     from pulse_transfer.torch_copy import TorchCopyTransfer
 
-    return TorchCopyTransfer()
+    return TorchCopyTransfer(build.cores)
 
 
 @hookimpl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -34,13 +34,15 @@ class Mover(Protocol):
 class Channel:
     """Runs plans on one thread per mover, in order, a plan's units shared among the threads.
 
-    Threads start with the first plan and are called ``pulse-<name>-<number>``.
+    Threads start with the first plan, are called ``pulse-<name>-<number>`` and keep to `cores`.
     """
 
-    def __init__(self, name: str, movers: Sequence[Mover]) -> None:
+    def __init__(
+        self, name: str, movers: Sequence[Mover], cores: Collection[int] | None = None
+    ) -> None:
         self.name = name
         self._movers = tuple(movers)
-        self._workers = tuple(Worker(f"pulse-{name}-{i}") for i in range(len(movers)))
+        self._workers = tuple(Worker(f"pulse-{name}-{i}", cores) for i in range(len(movers)))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 

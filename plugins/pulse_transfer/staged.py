@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 import numpy as np
@@ -28,6 +28,7 @@ class StagedTransfer:
         a disk gains from two to four.
     staging_bytes: each thread's buffer, and so the bytes that one piece moves at most (at least
         one unit). It is allocated with the thread's first piece.
+    cores: CPU cores that the threads keep to; None for any.
 
     Recall and write-back have threads and buffers of their own and overlap. The pieces of a
     report are those of the slow tier: read on recall, written on write-back. Raises ConfigError.
@@ -35,16 +36,25 @@ class StagedTransfer:
 
     eager = True
 
-    def __init__(self, workers: int = 1, staging_bytes: int = 8 << 20) -> None:
+    def __init__(
+        self,
+        workers: int = 1,
+        staging_bytes: int = 8 << 20,
+        cores: Collection[int] | None = None,
+    ) -> None:
         if workers < 1:
             raise ConfigError(f"workers={workers!r} must be at least 1 thread per direction")
         if staging_bytes < 1:
             raise ConfigError(f"staging_bytes={staging_bytes!r} must be at least 1 byte")
         self._recall = Channel(
-            "staged-recall", [_Stage(staging_bytes, count_reads=True) for _ in range(workers)]
+            "staged-recall",
+            [_Stage(staging_bytes, count_reads=True) for _ in range(workers)],
+            cores,
         )
         self._write_back = Channel(
-            "staged-write-back", [_Stage(staging_bytes, count_reads=False) for _ in range(workers)]
+            "staged-write-back",
+            [_Stage(staging_bytes, count_reads=False) for _ in range(workers)],
+            cores,
         )
 
     def supports(self, source: BlockStore, target: BlockStore) -> bool:

@@ -6,7 +6,7 @@ The baseline that `staged` and the gather kernels are measured against.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
@@ -22,14 +22,14 @@ __all__ = ["TorchCopyTransfer"]
 class TorchCopyTransfer:
     """Copies unit by unit: `Tensor.copy_` between arenas in memory, else read and write.
 
-    One thread per direction; a report counts each unit as a piece.
+    One thread per direction, on `cores`; a report counts each unit as a piece.
     """
 
     eager = True
 
-    def __init__(self) -> None:
-        self._recall = Channel("torch-recall", [_copy_each])
-        self._write_back = Channel("torch-write-back", [_copy_each])
+    def __init__(self, cores: Collection[int] | None = None) -> None:
+        self._recall = Channel("torch-recall", [_copy_each], cores)
+        self._write_back = Channel("torch-write-back", [_copy_each], cores)
 
     def supports(self, source: BlockStore, target: BlockStore) -> bool:
         """Any two different stores with units of the same size."""

@@ -58,6 +58,7 @@ def _assemble(config: EngineConfig, plugins: Plugins, opened: list[Any]) -> Part
         dtype=config.dtype,
         device=config.device,
         threads=config.threads,
+        cores=config.cores,
         kv=config.kv,
     )
     # The cheap parts first: a misspelt name must not cost the loading of a model.
@@ -67,7 +68,7 @@ def _assemble(config: EngineConfig, plugins: Plugins, opened: list[Any]) -> Part
     executor = plugins.resolve("executor", config.executor, build)
     opened.append(executor)
     geometry = executor.geometry
-    build = Build(device=executor.device, kv=config.kv, geometry=geometry)
+    build = Build(device=executor.device, cores=config.cores, kv=config.kv, geometry=geometry)
     policy = plugins.resolve("select", config.select, build)
     fast = _store(plugins, executor.fast_store, _fast_shape(config, geometry, policy))
     opened.append(fast)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,7 @@ class EngineConfig:
     dtype: str
     device: str
     threads: int | None
+    cores: frozenset[int] | None
     max_waiting: int
     transfer_timeout_s: float | None
 
@@ -44,6 +47,7 @@ class EngineConfig:
         dtype: str,
         device: str,
         threads: int | None,
+        cores: Iterable[int] | None,
         max_waiting: int,
         transfer_timeout_s: float | None,
         kv: KVConfig,
@@ -68,8 +72,24 @@ class EngineConfig:
             dtype=dtype,
             device=device,
             threads=threads,
+            cores=None if cores is None else _cores(cores),
             max_waiting=max_waiting,
             transfer_timeout_s=transfer_timeout_s,
             kv=kv,
             **plugins,
         )
+
+
+def _cores(cores: Iterable[int]) -> frozenset[int]:
+    """Cores that this process may use, at least one. Raises ConfigError."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError("this system cannot keep threads to cores: leave cores out")
+    chosen, allowed = frozenset[Any](cores), os.sched_getaffinity(0)
+    if not chosen:
+        raise ConfigError("cores is empty: name at least one, or leave it out")
+    for wrong in chosen - allowed:
+        raise ConfigError(
+            f"cores={cores!r}: this process may not use {wrong!r}; its cores are "
+            f"{', '.join(map(str, sorted(allowed)))}"
+        )
+    return chosen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -47,6 +48,8 @@ class Engine:
     block, budget, sink, local, chunk, hot_factor: see `pulse.KVConfig`.
     dtype: "float32", "bfloat16" or "auto"; device: "cpu", "cuda" or "auto".
     threads: CPU threads of the compute lane; None leaves one core to the event loop.
+    cores: CPU cores that the engine's threads keep to, so that they never take another from the
+        event loop (Linux); None for any that are free.
     max_waiting: requests that may wait to be admitted; one more is refused with Overloaded.
     transfer_timeout_s: seconds after which a transfer is late: it is tried once more, then its
         requests are computed again, then they fail. None waits for ever.
@@ -79,11 +82,12 @@ class Engine:
         dtype: str = "auto",
         device: str = "auto",
         threads: int | None = None,
+        cores: Iterable[int] | None = None,
         max_waiting: int = 1024,
         transfer_timeout_s: float | None = 30.0,
         instruments: Iterable[Instrument] = (),
         plugins: Plugins | None = None,
-        worker: Callable[[str], Worker] = Worker,
+        worker: Callable[[str], Worker] | None = None,
     ) -> None:
         self.config = EngineConfig.make(
             model=model,
@@ -98,13 +102,14 @@ class Engine:
             dtype=dtype,
             device=device,
             threads=threads,
+            cores=cores,
             max_waiting=max_waiting,
             transfer_timeout_s=transfer_timeout_s,
             kv=KVConfig(block, budget, sink, local, chunk, hot_factor),
         )
         self.instruments = Instruments(instruments)
         self._plugins = plugins or Plugins()
-        self._worker = worker
+        self._worker = worker or partial(Worker, cores=self.config.cores)
         self._ids = itertools.count(1)
         self._running: Running | None = None
         self._closing: asyncio.Task[None] | None = None

@@ -7,9 +7,11 @@ completions that land together cross to the loop with a single `call_soon_thread
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -36,10 +38,13 @@ class Worker:
     """A named thread that runs functions one after another. Belongs to one event loop.
 
     The thread starts with the first function. `close` waits for what is queued.
+
+    cores: CPU cores that the thread, and those that it starts, keep to; None for any.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, cores: Collection[int] | None = None) -> None:
         self.name = name
+        self.cores = cores
         self._queue: SimpleQueue[tuple[Callable[[], Any], Landing[Any]] | None] = SimpleQueue()
         self._landed: deque[tuple[Landing[Any], Any, BaseException | None]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -87,6 +92,8 @@ class Worker:
             self._thread.join()
 
     def _main(self) -> None:
+        if self.cores:
+            _keep_to(self.cores)
         while (job := self._queue.get()) is not None:
             self._do(*job)
             # A finished job must not keep its closure (tensors) alive until the next one arrives.
@@ -120,6 +127,16 @@ class Worker:
                 landing.set_exception(_portable(error))
             # Popped last: while an entry is left, the worker schedules no second hand-over.
             self._landed.popleft()
+
+
+def _keep_to(cores: Collection[int]) -> None:
+    """Leave the other cores to the event loop (Linux)."""
+    os.sched_setaffinity(0, cores)
+    # Threads of the engine that share a core must not interrupt each other when they wake: one
+    # that is interrupted while it has the interpreter's lock keeps the loop waiting for a whole
+    # slice of the scheduler, some milliseconds.
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -108,7 +108,8 @@ class NullStore:
 class NullTransfer:
     """A `TransferEngine` that takes `delay(plan)` seconds of the loop's time per plan.
 
-    eager: recalls start when they are called, as those of an engine with threads do.
+    eager: recalls start when they are called, as those of an engine with threads do; for an
+        `InlineWorker`, which calls on the loop.
     """
 
     def __init__(

@@ -18,7 +18,15 @@ import pytest
 from train_recall_model import make_prompt
 
 import pulse
-from pulse.errors import CapacityError, EngineClosed, PromptError, RequestFailed, SamplingError
+from pulse.errors import (
+    CapacityError,
+    ConfigError,
+    EngineClosed,
+    PromptError,
+    RequestFailed,
+    SamplingError,
+)
+from pulse_torch.threads import default_threads
 
 MODEL = Path(__file__).parents[1] / "models" / "recall-tiny"
 OPTIONS: dict[str, Any] = {
@@ -130,6 +138,48 @@ def test_bad_requests_fail_alone() -> None:
             assert_empty(engine)
 
     asyncio.run(main())
+
+
+AFFINITY = hasattr(os, "sched_getaffinity")
+
+
+@pytest.mark.skipif(not AFFINITY, reason="this system cannot keep threads to cores")
+@pytest.mark.parametrize("transfer", ["staged", "torch-copy"])
+def test_the_threads_of_an_engine_keep_to_its_cores(transfer: str) -> None:
+    cores, seen = {min(os.sched_getaffinity(0))}, {}
+
+    class Watch(pulse.Instrument):
+        def operation_ended(self, operation: Any, report: Any) -> None:
+            for thread in threading.enumerate():
+                if thread.name.startswith("pulse") and thread.native_id:
+                    seen[thread.name] = os.sched_getaffinity(thread.native_id)
+
+    async def main() -> None:
+        options = {**OPTIONS, "admit": "threshold:0", "transfer": transfer, "cores": cores}
+        async with pulse.Engine(MODEL, **options, instruments=[Watch()]) as engine:
+            await engine.generate(make_prompt(700, 4, 1)[0], max_tokens=4).result()
+
+    before = os.sched_getaffinity(0)
+    run_on(asyncio.new_event_loop, main())
+    assert len(seen) >= 3  # compute, recall, write-back
+    assert all(kept == cores for kept in seen.values()), seen
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.skipif(not AFFINITY, reason="this system cannot keep threads to cores")
+@pytest.mark.parametrize("cores", [[], [10**6], [-1], ["a"]])
+def test_cores_that_the_process_may_not_use_are_refused(cores: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="cores"):
+        pulse.Engine(MODEL, cores=cores)
+
+
+@pytest.mark.skipif(not AFFINITY, reason="this system cannot keep threads to cores")
+def test_a_core_is_left_to_the_loop_unless_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pulse_torch.threads._TORCH", 4)
+    for usable, wanted in (1, 1), (2, 1), (4, 3), (64, 4):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=usable: set(range(count)))
+        assert default_threads() == wanted
+        assert default_threads(set(range(usable))) == min(4, usable)
 
 
 MEMORY = """

@@ -235,7 +235,7 @@ def test_full_in_a_tight_fast_tier(models: Models, length: int) -> None:
     path = models.path("llama")
     fast_tier = tight(Recorder(path), options, length + 24)
     recorder = check(models, "llama", [length], 24, fast_tier=fast_tier, **options)
-    hot = recorder.kv.hot(recorder.kv.config.blocks(length + 24))
+    hot = recorder.kv.sizes.hot(recorder.kv.config.blocks(length + 24))
     assert hot.own < hot.usable
 
 
@@ -311,6 +311,6 @@ def test_a_tight_fast_tier_changes_no_token(
     options = SPARSE | {"select": policy}
     fast_tier = tight(recorder, options, max(LONG) + 24)
     tokens = tokens_of(models, LONG, select=policy, fast_tier=fast_tier, executor=recorder)
-    hot = recorder.kv.hot(recorder.kv.config.blocks(max(LONG) + 24))
+    hot = recorder.kv.sizes.hot(recorder.kv.config.blocks(max(LONG) + 24))
     assert hot.own < hot.usable
     assert tokens == base[policy]
